@@ -24,7 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from tune_prune import __version__, embedded
+from tune_prune.cli.flags import output_file
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun
+from tune_prune.core.errors import UserError, whole_number
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.process.machine import cpus
 from tune_prune.data import calibration
@@ -43,17 +45,16 @@ SIZES = {
     "35M": (576, 10, 9, 3, 1536, GPT2_VOCAB),
     "50M": (640, 10, 10, 5, 1920, GPT2_VOCAB),
 }
+COUNT, COUNT_OR_NONE = whole_number(1, 10**9), whole_number(0, 10**9)  # types of flags
 END = "<|endoftext|>"
 HELLASWAG_ROWS = 10_042  # of its validation split, of which the files at hand hold a part
 
 
 def data_dir() -> Path:
-    """The folder of real task files, texts and models. Exits with a sentence where there is none."""
+    """The folder of real task files, texts and models. Raises UserError where there is none."""
     folder = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
     if not (folder / "tasks").is_dir():
-        raise SystemExit(
-            f"error: no real data at {folder}; set TUNE_PRUNE_DATA to a folder with tasks/, text/ and models/"
-        )
+        raise UserError(f"no real data at {folder}; set TUNE_PRUNE_DATA to a folder with tasks/, text/ and models/")
     return folder.resolve()
 
 
@@ -126,7 +127,7 @@ class Subject:
 
 
 def subject(name: str, work: Path, limit: int = 0) -> Subject:
-    """The model of that name; one of random weights is made in `work`. Exits with a sentence for an unknown name.
+    """The model of that name; one of random weights is made in `work`. Raises UserError for an unknown name.
 
     With a `limit` of items per task the perplexity text of the real data is cut to the same share, so that the parts of a
     trial keep their weights.
@@ -137,9 +138,7 @@ def subject(name: str, work: Path, limit: int = 0) -> Subject:
         return Subject(Path(name).name, name, str(_cut_data(work / f"data-{limit}", limit) if limit else data_dir()))
     if name not in ("stories260K", "smollm2", *SIZES):
         known = ", ".join([*embedded.MODEL_NAMES, "stories260K", "smollm2", *SIZES])
-        raise SystemExit(
-            f"error: --model {name!r} is no model of the benchmarks; known: {known}, or a folder: DIR/MODEL"
-        )
+        raise UserError(f"--model {name!r} is no model of the benchmarks; known: {known}, or a folder: DIR/MODEL")
     data = _cut_data(work / f"data-{limit}", limit) if limit else data_dir()
     if name == "smollm2":
         return Subject(name, catalog.resolve(name).name, str(data))
@@ -195,15 +194,20 @@ def benchmark_parser(
     )
     p.add_argument(
         "--repeats",
-        type=int,
+        type=COUNT,
         default=repeats,
         metavar="N",
         help="of each measurement, whose median counts (default: %(default)s)",
     )
     if threads:
-        p.add_argument("--threads", type=int, default=cpus(), metavar="N", help="of torch (default: %(default)s)")
-    p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
+        p.add_argument("--threads", type=COUNT, default=cpus(), metavar="N", help="of torch (default: %(default)s)")
+    p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     return p
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """A type of a flag, for argparse: counts with commas between them."""
+    return tuple(map(COUNT, text.split(",")))
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

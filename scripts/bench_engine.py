@@ -26,9 +26,11 @@ from typing import Any
 
 import torch
 from bench_common import (
+    COUNT_OR_NONE,
     HELLASWAG_ROWS,
     Subject,
     benchmark_parser,
+    counts,
     median_times,
     sizes_of,
     subject,
@@ -40,8 +42,10 @@ from bench_lm_eval import build_tasks, encoded_inputs, quiet
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 
+from tune_prune.cli.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
+from tune_prune.core.process.ending import exit_code
 from tune_prune.data.sources import task_source
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
@@ -99,6 +103,8 @@ def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
     limit = args.limit or None
     loaded = loading.load_model(catalog.resolve(subject.location), torch.float32, "cpu")
     alone, left_out = _suites(subject, args.tasks, limit, loaded)
+    if not alone:
+        raise UserError("; ".join(left_out.values()))
     run = subject.run(tuple(alone), limit)
     suite = build_suite(loaded.tokenizer, run.protocol, task_source(run), loaded.max_length)
     tasks = build_tasks(task_source(run), run.protocol.tasks, limit, work / subject.name)
@@ -261,17 +267,19 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = benchmark_parser(__doc__, ["stories260K", "5M", "20M"])
-    p.add_argument("--limit", type=int, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)")
+    p.add_argument(
+        "--limit", type=COUNT_OR_NONE, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)"
+    )
     p.add_argument(
         "--count-limit",
-        type=int,
+        type=COUNT_OR_NONE,
         default=0,
         metavar="N",
         help="count tokens on so many items a task only (default: all)",
     )
-    p.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=ZERO_SHOT_TASKS, metavar="A,B")
+    p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
     p.add_argument(
-        "--batch-sizes", type=lambda text: tuple(map(int, text.split(","))), default=(1, 2, 4, 8, 16, 32, 64), metavar="A,B",
+        "--batch-sizes", type=counts, default=(1, 2, 4, 8, 16, 32, 64), metavar="A,B",
         help="of HFLM, the best of which is found for every task (default: %(default)s)",
     )  # fmt: skip
     args = p.parse_args(argv)
@@ -288,4 +296,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(main))

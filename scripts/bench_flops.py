@@ -21,10 +21,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import Subject, benchmark_parser, median_times, sizes_of, subject, table, write_json
+from bench_common import (
+    COUNT,
+    COUNT_OR_NONE,
+    Subject,
+    benchmark_parser,
+    median_times,
+    sizes_of,
+    subject,
+    table,
+    write_json,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.process.ending import exit_code
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.tokens import SAMPLED_ITEMS, zero_shot_tokens
 from tune_prune.data import calibration, perplexity_text
@@ -41,14 +52,18 @@ PEAK_SIZES = (512, 1024, 2048)
 def main(argv: list[str] | None = None) -> int:
     p = benchmark_parser(__doc__, ("20M", "50M"))
     p.add_argument(
-        "--seq-len", type=int, default=128, metavar="N", help="of calibration samples (default: %(default)s)"
+        "--seq-len", type=COUNT, default=128, metavar="N", help="of calibration samples (default: %(default)s)"
     )
-    p.add_argument("--samples", type=int, default=8, metavar="N", help="of the gradient pass (default: %(default)s)")
+    p.add_argument("--samples", type=COUNT, default=8, metavar="N", help="of the gradient pass (default: %(default)s)")
     p.add_argument(
-        "--limit", type=int, default=5, metavar="N", help="items per task, at most 64 (default: %(default)s)"
+        "--limit", type=COUNT, default=5, metavar="N", help="items per task, at most 64 (default: %(default)s)"
     )
     p.add_argument(
-        "--profile", type=int, default=5, metavar="N", help="operators to show; 0: none (default: %(default)s)"
+        "--profile",
+        type=COUNT_OR_NONE,
+        default=5,
+        metavar="N",
+        help="operators to show, 0: none (default: %(default)s)",
     )
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -164,4 +179,4 @@ def top_operators(call: Callable[[], Any], count: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

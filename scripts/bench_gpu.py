@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import table, timed
+from bench_common import counts, table, timed
 from gpu_measurements import Slot, device_of, gpu_parser, matmul_peak, versions
 from make_random_model import config_of
 from random_items import HFLM_ROWS, TASKS, random_items, score_as_hflm
@@ -329,7 +329,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--text-tokens", type=int, default=65_536, metavar="N", help="for perplexity (default: %(default)s)")
     p.add_argument("--items", type=int, default=200, metavar="N", help="of each task (default: %(default)s)")
     p.add_argument(
-        "--batch-tokens", type=lambda text: tuple(map(int, text.split(","))), default=(4096, 8192, 32768),
+        "--batch-tokens", type=counts, default=(4096, 8192, 32768),
         metavar="A,B", help="of the zero-shot engine, besides a trial's own (default: %(default)s)",
     )  # fmt: skip
     args = p.parse_args(argv)

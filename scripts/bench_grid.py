@@ -39,12 +39,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import Subject, benchmark_parser, sizes_of, subject, table, write_json
+from bench_common import COUNT, COUNT_OR_NONE, Subject, benchmark_parser, sizes_of, subject, table, write_json
 from bench_passes import removal_kinds
 
+from tune_prune.cli.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.process.machine import cpus
 from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration, perplexity_text
@@ -308,20 +310,22 @@ def report(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = benchmark_parser(__doc__, ["tiny-llama"], repeats=1, threads=False)
     p.add_argument(
-        "--sample", type=int, default=9, metavar="K", help="trials run the published way, 0: all (default: 9)"
+        "--sample", type=COUNT_OR_NONE, default=9, metavar="K", help="trials run the published way, 0: all (default: 9)"
     )
-    p.add_argument("--limit", type=int, default=0, metavar="N", help="items per task, 0: all (default: %(default)s)")
-    p.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=ZERO_SHOT_TASKS, metavar="A,B")
+    p.add_argument(
+        "--limit", type=COUNT_OR_NONE, default=0, metavar="N", help="items per task, 0: all (default: %(default)s)"
+    )
+    p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
     p.add_argument("--search-space", default="paper_grid", metavar="NAME_OR_YAML", help="(default: %(default)s)")
     p.add_argument("--pruning-ratio", type=float, default=0.2, metavar="R")
     p.add_argument(
         "--batch-size",
-        type=int,
+        type=COUNT,
         default=16,
         metavar="N",
         help="of HFLM, bench_engine.py finds its best (default: %(default)s)",
     )
-    p.add_argument("--slots", type=int, default=cpus(), metavar="N", help="processes at once (default: CPUs)")
+    p.add_argument("--slots", type=COUNT, default=cpus(), metavar="N", help="processes at once (default: CPUs)")
     p.add_argument(
         "--inline", dest="more", action="store_const", const=["--inline"], default=[], help="search without Ray"
     )
@@ -341,4 +345,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(main))

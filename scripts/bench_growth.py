@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import Subject, benchmark_parser, sizes_of, subject, table, write_json
+from bench_common import Subject, benchmark_parser, counts, sizes_of, subject, table, write_json
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.process.ending import exit_code
 from tune_prune.cost_model.device_speed import SpeedRequest, measure
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
@@ -35,9 +36,9 @@ RATIO = 0.2
 
 def main(argv: list[str] | None = None) -> int:
     p = benchmark_parser(__doc__, ("tiny-llama", "5M", "20M", "50M"), repeats=1, threads=False)
-    p.add_argument("--limit", type=_numbers, default=(4, 8, 16), metavar="A,B", help="items per task (default: 4,8,16)")
+    p.add_argument("--limit", type=counts, default=(4, 8, 16), metavar="A,B", help="items per task (default: 4,8,16)")
     p.add_argument(
-        "--num-samples", type=_numbers, default=(4, 8, 16), metavar="A,B",
+        "--num-samples", type=counts, default=(4, 8, 16), metavar="A,B",
         help="of the configurations, one more in each step (default: 4,8,16)",
     )  # fmt: skip
     args = p.parse_args(argv)
@@ -150,9 +151,5 @@ def _by_stage(values: dict[str, tuple[int, float]]) -> dict[str, Any]:
     }
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -30,14 +30,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_common import Subject, benchmark_parser, sizes_of, subject, table, timed, write_json
+from bench_common import (
+    COUNT,
+    COUNT_OR_NONE,
+    Subject,
+    benchmark_parser,
+    sizes_of,
+    subject,
+    table,
+    timed,
+    write_json,
+)
 from bench_grid import run_search
 
+from tune_prune.cli.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.process.machine import cpus
 from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
+from tune_prune.planning import search_space
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare, run_trial
@@ -245,19 +258,27 @@ def report_memory(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = benchmark_parser(__doc__, ["20M"], repeats=1)
-    p.add_argument("--trials", type=int, default=6, metavar="N", help="in this process, 0: none (default: %(default)s)")
-    p.add_argument("--limit", type=int, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)")
-    p.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=ZERO_SHOT_TASKS, metavar="A,B")
-    p.add_argument("--seq-len", type=int, default=32, metavar="T", help="of the trials (default: %(default)s)")
-    p.add_argument("--num-samples", type=int, default=128, metavar="N", help="of the trials (default: %(default)s)")
+    p.add_argument(
+        "--trials", type=COUNT_OR_NONE, default=6, metavar="N", help="in this process, 0: none (default: %(default)s)"
+    )
+    p.add_argument(
+        "--limit", type=COUNT_OR_NONE, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)"
+    )
+    p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
+    p.add_argument("--seq-len", type=COUNT, default=32, metavar="T", help="of the trials (default: %(default)s)")
+    p.add_argument("--num-samples", type=COUNT, default=128, metavar="N", help="of the trials (default: %(default)s)")
     p.add_argument(
         "--search-space", default="smoke", metavar="NAME", help='of the search, "": none (default: %(default)s)'
     )
     p.add_argument("--memory-model", default="tiny-llama", metavar="NAME", help="(default: %(default)s)")
-    p.add_argument("--memory-trials", type=int, default=200, metavar="N", help="0: none (default: %(default)s)")
-    p.add_argument("--memory-limit", type=int, default=20, metavar="N", help="items per task (default: %(default)s)")
+    p.add_argument(
+        "--memory-trials", type=COUNT_OR_NONE, default=200, metavar="N", help="0: none (default: %(default)s)"
+    )
+    p.add_argument("--memory-limit", type=COUNT, default=20, metavar="N", help="items per task (default: %(default)s)")
     p.set_defaults(pruning_ratio=0.2)
     args = p.parse_args(argv)
+    if args.search_space:
+        search_space.load(args.search_space)  # a wrong one is refused now, not after the trials
     torch.set_num_threads(args.threads)
     values: dict[str, Any] = {"benchmark": "overhead", "in_process": [], "commands": [], "memory": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -280,4 +301,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(main))

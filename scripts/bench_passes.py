@@ -32,9 +32,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import Subject, benchmark_parser, median_times, sizes_of, subject, table, write_json
+from bench_common import (
+    Subject,
+    benchmark_parser,
+    counts,
+    median_times,
+    sizes_of,
+    subject,
+    table,
+    write_json,
+)
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.process.ending import exit_code
 from tune_prune.data import calibration
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers
@@ -270,7 +280,7 @@ def report(results: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     space = search_space.load("paper_grid").values
     p = benchmark_parser(__doc__, ["tiny-llama", "stories260K"])
-    numbers: dict[str, Any] = {"type": lambda text: tuple(map(int, text.split(","))), "metavar": "A,B"}
+    numbers: dict[str, Any] = {"type": counts, "metavar": "A,B"}
     p.add_argument("--seq-len", default=space["seq_len"], help="of the grid (default: %(default)s)", **numbers)
     p.add_argument("--num-samples", default=space["num_samples"], help="of the grid (default: %(default)s)", **numbers)
     p.add_argument("--only-ways", action="store_true", help="gradient passes in every way to hold the model, no others")
@@ -292,4 +302,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(main))

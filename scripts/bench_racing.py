@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -34,12 +35,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from bench_common import data_dir, table, write_json
+from bench_common import COUNT, COUNT_OR_NONE, data_dir, table, write_json
 
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import TASK_ITEMS
+from tune_prune.cli.flags import output_file
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 from tune_prune.evaluation.slices import even_slices
@@ -254,7 +258,7 @@ def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population, Popu
         if record.status == "complete":
             records.setdefault(record.model, []).append(record)
     if not records:
-        raise SystemExit(f"error: {folder} has no complete trials; --experiment is the folder of a finished search")
+        raise UserError(f"{folder} has no complete trials; --experiment is the folder of a finished search")
     found = {}
     for label, members in records.items():
         paths = [folder / TRIALS / record.key / ITEMS for record in members]
@@ -307,13 +311,13 @@ def shown(title: str, found: dict[str, dict[str, float]]) -> None:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--grid", type=Path, metavar="CSV", help=f"a published grid (default: TUNE_PRUNE_DATA/{GRID})")
-    p.add_argument("--grids", type=int, default=200, metavar="N", help="to simulate (default: %(default)s)")
+    p.add_argument("--grids", type=COUNT, default=200, metavar="N", help="to simulate (default: %(default)s)")
     p.add_argument(
         "--experiment", type=Path, metavar="DIR", help="a finished search to replay and to take correlations from"
     )
     p.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the race (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
+    p.add_argument("--seed", type=COUNT_OR_NONE, default=0, help="(default: %(default)s)")
+    p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     options = p.parse_args(arguments)
     grid = read_results_csv(options.grid or data_dir() / GRID, "grid").rows
     experiment = read_experiment(options.experiment) if options.experiment else {}
@@ -344,4 +348,4 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

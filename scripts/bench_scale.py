@@ -38,7 +38,9 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+from bench_common import COUNT, counts
 
+from tune_prune.cli.flags import output_file
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger, file_checksum, read_baselines, write_baselines
@@ -279,20 +281,22 @@ def measure(part: str, folder: Path, argv: Sequence[str]) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--trials", default="100,1000,5000", metavar="N,N", help="finished trials (default: %(default)s)"
+        "--trials", type=counts, default="100,1000,5000", metavar="N,N", help="finished trials (default: %(default)s)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="items of each task (default: all 240)")
+    parser.add_argument("--limit", type=COUNT, metavar="N", help="items of each task (default: all 240)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the experiments are made and stay")
     parser.add_argument(
         "--parts", default=",".join(PARTS), metavar="A,B", help="what is measured (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     args = parser.parse_args(argv)
+    if unknown := [part for part in args.parts.split(",") if part not in PARTS]:
+        parser.error(f"--parts names {', '.join(unknown)}; there are {', '.join(PARTS)}")
     work = args.keep or Path(tempfile.mkdtemp(prefix="bench_scale_"))
     work.mkdir(parents=True, exist_ok=True)
     found = []
     try:
-        for trials in map(int, args.trials.split(",")):
+        for trials in args.trials:
             folder = work / f"trials-{trials}"
             if not folder.exists():
                 make(work, trials, args.limit)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -24,6 +23,7 @@ from make_random_model import config_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from tune_prune.cli.flags import output_file
 from tune_prune.models.families import family_of
 from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.compensation import recovery
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
-    p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers there, as JSON")
+    p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers there, as JSON")
     args = p.parse_args(argv)
     device, found = device_of(args), []
     rows: list[tuple[object, ...]] = [("shape", "layers", "weights", "rank", "ms one by one", "as a graph", "ratio")]

@@ -26,6 +26,7 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet
 
+from tune_prune.cli.flags import output_file
 from tune_prune.core import artifact_cache
 from tune_prune.core.store import (
     ATTEMPTS,
@@ -141,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("before", type=Path)
     p.add_argument("after", type=Path)
-    p.add_argument("--output", type=Path, metavar="FILE", help="write the differences as JSON, too")
+    p.add_argument("--output", type=output_file, metavar="FILE", help="write the differences as JSON, too")
     options = p.parse_args(arguments)
     for folder in (options.before, options.after):
         if not folder.is_dir():

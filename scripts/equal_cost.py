@@ -22,7 +22,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from quality_table import shown
 from tune_prune import load_results
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.statistics.model_findings import ModelFindings
+from tune_prune.cli.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog
 from tune_prune.core.records import TrialRecord
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", nargs="+", required=True, metavar="FOLDER", help="a search, one per draw")
     parser.add_argument("--other", nargs="+", required=True, metavar="FOLDER", help="as many of the other search")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
     return shown(lambda: compared(args.reference, args.other), markdown, args.output)
 

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import table, write_json
+from bench_common import COUNT, table, write_json
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tune_prune
+from tune_prune.cli.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 from tune_prune.data import calibration
@@ -159,13 +160,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calibration", metavar="TEXT")
     parser.add_argument("--masks", default=",".join(MASKS), metavar="A,B", help="(default: all)")
     parser.add_argument("--ratio", type=float, default=0.2, help="of all parameters (default: 0.2)")
-    parser.add_argument("--samples", type=int, default=128, help="of the calibration text (default: 128)")
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens of each (default: 128)")
+    parser.add_argument("--samples", type=COUNT, default=128, help="of the calibration text (default: 128)")
+    parser.add_argument("--seq-len", type=COUNT, default=128, help="tokens of each (default: 128)")
     parser.add_argument("--seed", type=int, default=0, help="of samples and items (default: 0)")
-    parser.add_argument("--limit", type=int, metavar="N", help="items of each task (default: all)")
+    parser.add_argument("--limit", type=COUNT, metavar="N", help="items of each task (default: all)")
     parser.add_argument("--tasks", metavar="A,B", help="(default: the seven)")
-    parser.add_argument("--perplexity-tokens", type=int, metavar="N", help="(default: all)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    parser.add_argument("--perplexity-tokens", type=COUNT, metavar="N", help="(default: all)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
     try:
         rows = _measured(args)
@@ -190,11 +191,11 @@ def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokens = calibration.tokens_of(dense.tokenizer, text)
     windows = calibration.samples(tokens, args.seq_len, args.samples, args.seed)
     run = replace(dense.run, data_dir=EMBEDDED_DATA if embedded else dense.run.data_dir)
+    share = share_of(dense.model, dense.loaded().family, args.ratio)
     known = dense.evaluate(args.limit, args.tasks)
     rows = [row_of("dense", known, known)]
     for name in asked:
         loaded = loading.load_model(source, getattr(torch, run.dtype), dense.device)  # masks change it
-        share = share_of(loaded.model, loaded.family, args.ratio)
         apply(loaded.model, loaded.family, windows, share, MASKS[name])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / name

@@ -7,6 +7,7 @@ Of each lower bound the newest patch: `transformers>=5.10` becomes `transformers
 
 from __future__ import annotations
 
+import argparse
 import re
 import tomllib
 from pathlib import Path
@@ -23,7 +24,9 @@ def oldest(requirement: str) -> str:
     return found["package"] + (f"=={found['major']}.{found['rest'] or 0}.*" if found["major"] else "")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         print(oldest(requirement))

@@ -30,6 +30,7 @@ from making_seconds import making_seconds
 
 from tune_prune import load_results
 from tune_prune.analysis.input.measures import GOLD, dense_folder, gold_logprobs, kl_blocks
+from tune_prune.cli.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
@@ -201,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--reference", required=True, metavar="NAME", help="the configuration whose losses are regained"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
     return shown(lambda: rows_of(args.experiments, args.reference), markdown, args.output)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 from itertools import zip_longest
-from pathlib import Path
 
 import tune_prune
+from tune_prune.cli.flags import output_file
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import UserError, whole_number
 from tune_prune.core.files import atomic_write_text
 from tune_prune.core.terminal import progress
 from tune_prune.data.sources import task_source
@@ -50,13 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, metavar="NAME", help="whose tokenizer cuts what is too long")
     parser.add_argument("--data-dir", metavar="DIR")
     parser.add_argument("--tasks", default=",".join(ZERO_SHOT_TASKS), metavar="A,B", help="(default: the seven)")
-    parser.add_argument("--after", type=int, required=True, metavar="N", help="the --limit of the search")
-    parser.add_argument("--most", type=int, default=300, metavar="N", help="items of each task (default: 300)")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--after", type=whole_number(0, 10**9), required=True, metavar="N", help="the --limit of the search"
+    )
+    parser.add_argument(
+        "--most", type=whole_number(1, 10**9), default=300, metavar="N", help="items of each task (default: 300)"
+    )
+    parser.add_argument("--output", type=output_file, required=True, metavar="FILE")
     args = parser.parse_args(argv)
     try:
-        if not args.output.absolute().parent.is_dir():
-            raise UserError(f"--output {args.output} stands in no folder; name a file in an existing one")
         with progress.shown():
             model = tune_prune.open(args.model, data_dir=args.data_dir)
             texts = questions(model, tuple(args.tasks.split(",")), args.after, args.most)

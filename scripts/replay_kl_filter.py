@@ -16,19 +16,22 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from bench_common import table
+from bench_common import COUNT, COUNT_OR_NONE, table
 
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import ranked
+from tune_prune.cli.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import seed_for
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import location
 from tune_prune.core.values.measures import MEASURES, measured
 from tune_prune.tuning.stopping.kl_filter import FACTOR, FEWEST, KLS, KlGroup
@@ -93,16 +96,13 @@ def replay(name: str, trials: pd.DataFrame, orders: int, seed: int = 0) -> dict[
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("paths", nargs="+", metavar="PATH", help="folder of an experiment, or a results file (.csv)")
-    p.add_argument("--orders", type=int, default=1000, metavar="N", help="random orders of each (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0, metavar="S", help="of the orders (default: %(default)s)")
-    p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
+    p.add_argument(
+        "--orders", type=COUNT, default=1000, metavar="N", help="random orders of each (default: %(default)s)"
+    )
+    p.add_argument("--seed", type=COUNT_OR_NONE, default=0, metavar="S", help="of the orders (default: %(default)s)")
+    p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     options = p.parse_args(argv)
-    if options.orders < 1:
-        p.error(f"--orders is {options.orders}; it must be at least 1")
-    try:
-        rows = [replay(name, trials, options.orders, options.seed) for name, trials in groups(options.paths)]
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from error
+    rows = [replay(name, trials, options.orders, options.seed) for name, trials in groups(options.paths)]
     shown: list[Sequence[object]] = [
         ("", "trials", "stopped", *(f"best by {name} stopped" for name in WINNERS), "seconds saved")
     ]
@@ -120,4 +120,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -37,8 +37,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_common import COUNT, COUNT_OR_NONE, counts
 from make_random_model import config_of
 
+from tune_prune.cli.flags import output_file
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import digest
@@ -323,15 +325,11 @@ def rows(args: Any) -> Iterator[dict[str, float]]:
         yield simulate(trials, nodes, args)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--nodes", type=numbers, default="1,2,4,8,16,32,64", metavar="N,N", help="(default: %(default)s)")
-    p.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(default: %(default)s)")
-    p.add_argument("--trials", type=numbers, default="135,5000", metavar="N,N", help="in all (default: %(default)s)")
+    p.add_argument("--nodes", type=counts, default="1,2,4,8,16,32,64", metavar="N,N", help="(default: %(default)s)")
+    p.add_argument("--gpus-per-node", type=COUNT, default=8, metavar="N", help="(default: %(default)s)")
+    p.add_argument("--trials", type=counts, default="135,5000", metavar="N,N", help="in all (default: %(default)s)")
     p.add_argument(
         "--jitter", type=float, default=0.1, metavar="X", help="spread of a stage's seconds (default: %(default)s)"
     )
@@ -339,9 +337,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument(
         "--no-files", action="store_true", help="no records and no views but the live line: less than the driver does"
     )
-    p.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
-    p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
+    p.add_argument("--seed", type=COUNT_OR_NONE, default=0, metavar="S", help="(default: %(default)s)")
+    p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     args = p.parse_args(argv)
+    if not (0 <= args.jitter <= 10 and 0 <= args.controller_ms <= 1e6):
+        p.error(
+            f"--jitter is {args.jitter:g} and --controller-ms {args.controller_ms:g}; they must be from 0 to 10 and from 0 to 1e6"
+        )
     torch.set_num_threads(1)
     print("A simulation: stages take the cost model's seconds of simulated time.\n")
     heads = "trials nodes  GPUs     ideal     bound  makespan of ideal of bound driver busy ms/message threads   MiB"

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,8 @@ from scipy.stats import chi2, norm
 
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare
 from tune_prune.analysis.statistics.draws import DrawVariance, interaction, next_draws, pooled
+from tune_prune.cli.flags import output_file
+from tune_prune.core.errors import whole_number
 from tune_prune.core.files import atomic_write_text, to_json
 
 SHARED, OWN = (
@@ -190,9 +191,11 @@ def shown(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=1000, help="simulated studies of each setting (default: 1000)")
+    parser.add_argument(
+        "--repeats", type=whole_number(1, 10**9), default=1000, help="studies of each setting (default: 1000)"
+    )
     parser.add_argument("--only", choices=("coverage", "bound", "adaptive"), help="one part (default: all)")
-    parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args(argv)
     generator = np.random.default_rng(0)
     found: dict[str, list[dict[str, Any]]] = {}

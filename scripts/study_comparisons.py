@@ -40,6 +40,7 @@ from tune_prune.analysis.input.measures import GOLD, TEXTS, dense_folder, gold_l
 from tune_prune.analysis.statistics.differences import paired_gap
 from tune_prune.analysis.statistics.draws import draw_variance
 from tune_prune.analysis.statistics.findings import ModelFindings
+from tune_prune.cli.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text
 
@@ -222,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--name", default="study-smollm2", help="first part of the experiments' names (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the CSV file")
+    parser.add_argument("--output", type=output_file, required=True, metavar="FILE", help="the CSV file")
     args = parser.parse_args(argv)
     try:
         rows = compared(lambda step: args.storage_path.absolute() / f"{args.name}-{step}")

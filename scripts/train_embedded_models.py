@@ -213,7 +213,7 @@ def accuracies(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> di
     return result
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=embedded.MODEL_NAMES, default=list(embedded.MODEL_NAMES))
     parser.add_argument(
@@ -221,7 +221,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="fewer training steps than the recipe's, to try the script out")
     parser.add_argument("--data-only", action="store_true", help="write texts, items and tokenizer, train nothing")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
 
     tokenizer = build_tokenizer()
     write_data(arguments.out, tokenizer)

@@ -11,13 +11,15 @@ those by which its own draw flattered it.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import sys
 from typing import Any
 
 import pandas as pd
 
 from tune_prune import load_results
+from tune_prune.cli.flags import output_file
 from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 
@@ -58,11 +60,11 @@ def _name(values: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help="its folder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
-    args = parser.parse_args()
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
+    args = parser.parse_args(argv)
     rows = winners(load_results(args.experiment).trials)
     table = pd.DataFrame(rows)
     print(table.to_string(index=False, float_format="{:.2f}".format))
@@ -74,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

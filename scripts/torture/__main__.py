@@ -29,6 +29,7 @@ from bench_common import table
 
 from torture.attacks import ATTACKS
 from torture.setting import GRID, SHORT, Setting, undisturbed
+from tune_prune.cli.flags import output_file
 
 SHORT_ATTACKS = ("workers", "damage", "drivers", "disk")
 
@@ -45,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--kills", type=int, default=10**9, metavar="N", help="of one search of `workers`, at most (default: no limit)"
     )
     p.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
-    p.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each search, as soon as it has ended")
+    p.add_argument(
+        "--output", type=output_file, metavar="FILE", help="a JSON line for each search, as soon as it has ended"
+    )
     options = p.parse_args(arguments)
     known = SHORT_ATTACKS if options.short else tuple(ATTACKS)
     names = options.only.split(",") if options.only else list(known)

@@ -17,7 +17,7 @@ def script(monkeypatch):
 
 
 def test_every_lower_bound_becomes_a_pin(script, capsys):
-    script.main()
+    script.main([])
     lines = capsys.readouterr().out.splitlines()
     assert "transformers==5.10.*" in lines and "ray[tune]==2.55.*" in lines and "pyarrow==21.0.*" in lines
     assert all("==" in line for line in lines if line != "types-PyYAML")

@@ -151,18 +151,26 @@ def record_file(asked: str, field: str, of: str) -> Location:
     if not isinstance(path, Path):
         open_store(path.parent).check_writable()
         return path
-    another = "name a file in an existing folder, e.g. record.json"
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--output {asked} {'is a folder' if path.is_dir() else 'stands in no folder'}; {another}")
-    try:
-        check_writable(path.parent)
-    except OSError as error:
-        raise UserError(f"--output {asked} cannot be written ({error.strerror or error}); {another}") from error
+    if hindrance := _hindrance(path):
+        raise UserError(f"--output {asked} {hindrance}; name a file in an existing folder, e.g. record.json")
     if path.exists() and not _has(path, field):  # a device would be replaced, too
         raise UserError(
             f"--output {asked} exists and is no record of {of}; only such a record is replaced, so name another file"
         )
     return path
+
+
+def _hindrance(path: Path) -> str:
+    """What is in the way of writing that file, as the rest of a clause; empty where nothing is."""
+    if path.is_dir():
+        return "is a folder"
+    if not path.parent.is_dir():
+        return "stands in no folder"
+    try:
+        check_writable(path.parent)
+    except OSError as error:
+        return f"cannot be written ({error.strerror or error})"
+    return ""
 
 
 def _has(path: Path, field: str) -> bool:
@@ -218,6 +226,16 @@ def text(value: str) -> str:
     if value.startswith("~") and os.path.expanduser(value) == value:
         raise argparse.ArgumentTypeError(f"{value!r} has no such home folder; write the whole path")
     return value
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written: what is wrong is said before the measurement, not after it."""
+    path = Path(text)
+    if hindrance := _hindrance(path.absolute()):
+        raise argparse.ArgumentTypeError(f"{text!r} {hindrance}; name a file in an existing folder")
+    if path.exists() and not path.is_file():  # a device would be replaced
+        raise argparse.ArgumentTypeError(f"{text!r} is no file; name a file in an existing folder")
+    return path
 
 
 def seconds(text: str) -> float:

@@ -72,7 +72,7 @@ class _Ending:
             os._exit(code)
 
 
-def exit_code(main: Callable[[], None], advice: str = "") -> int:
+def exit_code(main: Callable[[], object], advice: str = "") -> int:
     """Call `main` and return the exit code. A signal prints its own message and `advice`, or that of `advised`."""
     ending = _Ending(advice)
     _open_streams()
