@@ -28,7 +28,7 @@ from tune_prune.core.errors import UserError, refused
 from tune_prune.core.files import remove_unfinished
 from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.process import temporary
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import TrialRecord, failure_counts, may_pass
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
 from tune_prune.core.terminal.escapes import say
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
@@ -231,7 +231,8 @@ def _run_by_decisions(
     plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, models: Mapping[str, Any]
 ) -> None:
     """What no decision is made for, then draw by draw those that may still be the best (`planning.draws`), then with training the
-    best of them (`planning.recoveries`). Only the first trials may be stopped early: a mean over draws needs all of them."""
+    best of them (`planning.recoveries`). A decision waits while a trial has failed that another start may measure; what has failed
+    at two is left out. Only the first trials may be stopped early: a mean over draws needs all of them."""
     from tune_prune.tuning.driver import connected, run_search
 
     def study(records: Sequence[TrialRecord]) -> Study:
@@ -241,6 +242,8 @@ def _run_by_decisions(
         for one in decisions:
             say(f"{name:<12} {one}")
 
+    ledger = Ledger(store)
+    failed_before = {record.key for record in ledger.records() if record.status == "failed"}
     draws, before = Draws(plan, study), set[str]()
     options = replace(options, goes_on=True)
     with connected(options):  # one Ray for all rounds, each of which would start its own
@@ -248,12 +251,16 @@ def _run_by_decisions(
             run_search(jobs, replace(options, only=frozenset(draws.given - before)))
             options = replace(options, scheduler="none", kl_filter=False)
             before, told = set(draws.given), len(draws.rounds)
+            measured = [record for record in ledger.records() if record.key in draws.given]
+            if waiting := [one.failure for one in measured if may_pass(one) and one.key not in failed_before]:
+                what = "recovery     training" if plan.settings.draws is None else "draws        every further draw"
+                say(f"{what} waits for failed trials ({failure_counts(waiting)}), which the same command tries again")
+                return
             if plan.settings.draws is not None:
-                draws.decide(Ledger(store).records())
+                draws.decide(measured)
                 experiment.write_given(store, plan, draws.given, draws=draws.rounds)
                 tell("draws", draws.rounds[told:])
         if plan.settings.recover is not None:
-            measured = [record for record in Ledger(store).records() if record.key in draws.given]
             trained, keys = recoveries.choose(plan, find(study(measured)), draws.given)
             experiment.write_given(store, plan, draws.given | keys, recovered=trained)
             tell("recovery", trained)

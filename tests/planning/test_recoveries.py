@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +14,19 @@ import pytest
 
 from tests.findings import simulated_study
 from tests.search_folders import TINY
-from tune_prune import search
+from tune_prune import results, search
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.cli.search_flags import parser, settings_from
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger, read_about
+from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_baselines
+from tune_prune.core.records import FAILURES
 from tune_prune.core.store import FolderStore
 from tune_prune.planning import recoveries, resolve
 from tune_prune.results import load
+from tune_prune.tuning import driver
+from tune_prune.tuning.driver import TuneOptions
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +169,46 @@ def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.
     again = capsys.readouterr().out
     assert line in again and len(Ledger(store).records()) == 4
     assert "trials are in its ledger" in again
+
+
+@pytest.mark.parametrize("draws", [None, 2])
+@pytest.mark.parametrize(("failure", "waits"), [("error", True), ("lost_worker", True), ("infeasible", False)])
+def test_a_decision_waits_for_a_failed_trial_that_may_be_measured_yet(
+    searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure, waits, draws
+) -> None:
+    """At the next start it is there; one that fails at two starts is left out."""
+    plan, findings, given = searched
+    folder = shutil.copytree(next(iter(findings.study.experiments)), tmp_path / "copy")
+    store, rounds = FolderStore(folder), []
+    ledger, about = Ledger(store), read_about(FolderStore(folder)) or {}
+    write_baselines(store, read_baselines(store))
+    (model,) = plan.models
+    own = SimpleNamespace(
+        settings=SimpleNamespace(recover=3, draws=draws, draws_by="accuracy", seed=0),
+        models=[model],
+        experiment_dir=folder,
+    )
+    first = next(key for config, key in model.trials if config.name == "taylor-s16-n128")
+    lost = ledger.read(first)
+    ledger.path(first).unlink()
+
+    def run_search(jobs: Any, options: TuneOptions) -> None:
+        rounds.append(options.only)
+        if first in options.only:
+            ledger.write(replace(lost, status="failed", failure=failure, reason="it is", metrics={}, files={}))
+
+    monkeypatch.setattr(driver, "run_search", run_search)
+
+    def trained() -> bool:
+        results._run_by_decisions(own, store, [], TuneOptions(folder, inline=True), about["models"])
+        return not rounds[-1] <= given
+
+    assert trained() is not waits
+    said = capsys.readouterr().out
+    what = "recovery     training" if draws is None else "draws        every further draw"
+    line = f"{what} waits for failed trials (1 {FAILURES[failure]}), which the same command tries again\n"
+    assert (line in said) is waits and (len(rounds) == 1) is waits
+    assert trained()
 
 
 def test_trainings_that_are_done_count_among_those_that_come(searched) -> None:

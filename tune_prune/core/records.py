@@ -134,6 +134,11 @@ class TrialRecord:
         return record
 
 
+def may_pass(record: TrialRecord) -> bool:
+    """Whether a trial has failed by something else than what its configuration is: another attempt may measure it."""
+    return record.status == "failed" and record.failure not in ("not_finite", "infeasible")
+
+
 _ROUNDING = 1e-2  # of what is computed from float32 or less
 # By how a metric's name begins: the least and the most that it can be. Infinite and undefined ones are results.
 _BOUNDS = {
