@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import resource
 import subprocess
@@ -54,6 +55,7 @@ def test_a_file_that_may_not_be_written_is_a_sentence_and_leaves_nothing(tmp_pat
             (errno.EMFILE, "-n"),
         ),
         (errno.EISDIR, "move that folder away"),
+        *((number, "the mount") for number in (errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENOLCK, errno.ETIMEDOUT)),
     ],
 )
 def test_what_is_refused_says_what_to_do(number: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,13 +67,33 @@ def test_what_is_refused_says_what_to_do(number: int, words: str, capsys: pytest
     assert said.startswith("error: /some/file cannot be used (no); ") and words in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no", "/x"), ZeroDivisionError(), OSError("odd")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "no", "/x"),
+        ZeroDivisionError(),
+        OSError("odd"),
+        TimeoutError(errno.ETIMEDOUT, "of a network"),
+    ],
+)
 def test_a_defect_keeps_its_traceback(error: Exception) -> None:
     def main() -> None:
         raise error
 
     with pytest.raises(type(error)):
         exit_code(main)
+
+
+def test_a_folder_that_cannot_be_synced_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert exit_code(lambda: FolderStore(tmp_path).put("a", "b")) == 1
+    assert f"error: {tmp_path} cannot be used (Input/output error); look at" in capsys.readouterr().err
 
 
 def test_open_files_run_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,17 +189,22 @@ def test_a_worker_that_died_or_hung_is_recorded_by_the_driver(context, settings)
     assert settings.failed(spec, None, Hung("late")).failure == "hung" == settings.ledger.read(spec.key).failure
 
 
-def test_a_full_disk_is_no_failure_of_the_trial(context, settings, monkeypatch):
-    """Every other trial would meet it."""
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, r"No space left on device\); [\d,]+ MiB of [\d,]+ MiB are free in .*; free some space"),
+        (errno.EIO, r"/.* cannot be used \(Input/output error\); look at the disk or the mount"),
+    ],
+)
+def test_a_full_disk_is_no_failure_of_the_trial(context, settings, monkeypatch, number, said):
+    """Every other trial would meet it; nor is a storage that does not answer."""
 
     def full(source: object, target: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     made = worker(settings, context.key(CONFIG))
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(
-        MachineError, match=r"No space left on device\); [\d,]+ MiB of [\d,]+ MiB are free in .*; free some space"
-    ):
+    with pytest.raises(MachineError, match=said):
         made.step()
     monkeypatch.undo()
     assert settings.ledger.records() == []

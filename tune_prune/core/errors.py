@@ -19,6 +19,10 @@ _REFUSED = {  # by a file system or a limit, whatever the file is for: what to d
     errno.EROFS: "choose a place that can be written to",
     errno.EACCES: "ask its owner for permission or choose another place",
     errno.EPERM: "ask its owner for permission or choose another place",
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOLCK, errno.ETIMEDOUT),
+        "look at the disk or the mount",
+    ),
 }
 
 
@@ -62,7 +66,8 @@ def refused(error: BaseException) -> tuple[str, int] | None:
     and the exit code."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _REFUSED:
+        on_network = isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT and not cause.filename
+        if isinstance(cause, OSError) and cause.errno in _REFUSED and not on_network:
             name, step = cause.filename or "a file, or where the output goes,", _REFUSED[cause.errno]
             full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
             free = _free(str(name)) if full and cause.filename else ""

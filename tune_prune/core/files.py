@@ -149,6 +149,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
-            raise
+            raise OSError(error.errno, error.strerror, str(folder)) from error
     finally:
         os.close(descriptor)
