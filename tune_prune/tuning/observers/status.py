@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
-from tune_prune.core.files import to_json
+from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.store import STATUS, Store
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -158,8 +158,12 @@ class StatusObserver(Observer):
 
 
 def ended(store: Store, state: str = "ended") -> None:
-    """Say that a search has ended (or was "stopped") which went on after what was observed, or had nothing left to run."""
-    said = store.read(STATUS)
+    """Say that a search has ended (or was "stopped") which went on after what was observed, or had nothing left to run. A damaged
+    file goes: no other is written where nothing runs."""
+    try:
+        said = store.read(STATUS)
+    except DamagedFile:
+        return store.remove(STATUS)
     if said is not None and said.get("state") in ("running", "stopped"):
         store.put(STATUS, to_json({**said, "state": state, "updated_at": now()}))
 
