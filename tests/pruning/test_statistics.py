@@ -168,6 +168,13 @@ def test_flap_is_the_formula(tiny, variant):
         assert scores.mlp[index].tolist() == pytest.approx(z["mlp.down_proj"], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
+def test_flap_cannot_rank_the_only_group_of_a_layer_nor_its_only_channel(tiny):
+    """Both stand at the mean of their layer: exactly, as rounding must not choose among layers."""
+    scores = scores_of("flap", tiny("llama", num_key_value_heads=1, intermediate_size=1), windows(3))
+    assert not np.concatenate([*scores.attention, *scores.mlp]).any()
+
+
 def test_magnitude_is_the_mean_weight_of_a_group(tiny, variant):
     model = tiny(variant)
     scores, geometry = scores_of("magnitude", model, windows(1)), read_geometry(model, family_of(model))
