@@ -132,10 +132,12 @@ def _run(
     trackers(args.track or (), "")  # their packages are there
     with progress.shown():
         plan = make_plan(settings, args.gpu)
+    in_memory = str(plan.experiment_dir).startswith("memory://")
     if args.save_best and not isinstance(plan.experiment_dir, Path):
+        afterwards = "leave it out, and keep the model afterwards with the line `keep` that the search ends with"
         raise UserError(
-            f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; leave it out, "
-            "and keep the model afterwards with the line `keep` that the search ends with"
+            f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; "
+            + ("name a folder with --storage-path" if in_memory else afterwards)
         )
     _log_plan(log, plan)
     say(describe(plan))
@@ -174,8 +176,11 @@ def _run(
             say(f"best         {label}: {found.best['name']}, {by}")
     say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     labels = [] if args.save_best else list(results.best.index)
-    for name, next_command in next_commands(str(folder), labels, results.findings.rule):
-        say(f"{name:<12} {shlex.join(next_command)}")
+    if in_memory:
+        say("             they end with this process; to keep them, name a folder or a bucket with --storage-path")
+    else:
+        for name, next_command in next_commands(str(folder), labels, results.findings.rule):
+            say(f"{name:<12} {shlex.join(next_command)}")
     if len(failed):
         classes = failure_counts(failed["failure"])
         first = failed.iloc[0]

@@ -159,7 +159,9 @@ def test_a_search_in_memory(searched: Searched, capsys: pytest.CaptureFixture[st
     argv = [*searched.argv, "--storage-path", "memory://results"]
     assert search.main(argv) == 0
     assert tune_prune.load_results("memory://results/one").best.equals(tune_prune.load_results(searched.folder).best)
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    assert "they end with this process" in told
+    assert not [name for name in ("view curves", "report", "keep") if f"\n{name} " in told]
     assert search.main([flag for flag in argv if flag != "--inline"]) == 2
     assert "the memory of this process, which no worker of Ray sees; add --inline" in capsys.readouterr().err
 
@@ -170,7 +172,7 @@ def test_a_search_in_memory(searched: Searched, capsys: pytest.CaptureFixture[st
         (
             search.main,
             ["--save-best", "--storage-path", "memory://x"],
-            "--save-best writes a checkpoint into the",
+            "and memory://x/tiny-llama-20-smoke is none; name a folder with --storage-path\n",
         ),
         (search.main, ["--storage-path", "s3://no-such-bucket/x"], "there is no s3://no-such-bucket; create it"),
         (search.main, ["--storage-path", "hdfs://host/x"], "of a scheme that results cannot be kept on"),
