@@ -29,6 +29,7 @@ from tune_prune.core.process import ending, temporary
 from tune_prune.core.records import failure_counts
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import say
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 
 if TYPE_CHECKING:
@@ -168,7 +169,10 @@ def _run(
     planned &= set(trials["key"])  # those that were run: an adaptive search, --draws and --recover leave some out
     failed = trials[trials["key"].isin(planned) & (trials["status"] == "failed")]
     statuses = trials["status"].value_counts().to_dict()
-    best = results.best.reset_index().to_dict("records")
+    best = [
+        {name: None if name in HYPERPARAMETERS and value != value else value for name, value in row.items()}
+        for row in results.best.reset_index().to_dict("records")  # NaN, which no setting can be: it does not apply
+    ]
     log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
     if results.findings.rule != "accuracy":
         by = f"by {results.findings.rule}, the --objective; the tables go by accuracy"

@@ -16,6 +16,7 @@ from tune_prune import search
 from tune_prune.cli import status
 from tune_prune.core.ledger import Ledger, write_about
 from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.trial.trial import Trial
 
 
@@ -67,6 +68,9 @@ def test_every_line_of_the_log_is_an_event(followed: tuple[Path, list[dict[str, 
     ended = events[-2]
     assert (ended["key"], ended["status"], ended["failure"]) == (record.key, "complete", "")
     assert ended["metrics"] == record.metrics and events[-1]["trials"] == {"complete": 1}
+    (best,) = events[-1]["best"]
+    assert best["method"] == "random" and "nan" not in (best[name] for name in HYPERPARAMETERS)
+    assert best["damping"] is best["recovery_rate"] is best["refit_tokens"] is None  # of none of which it has a use
     assert "[1/1] running 0" in text and "\r" not in text
 
 
