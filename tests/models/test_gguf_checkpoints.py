@@ -61,12 +61,18 @@ def test_a_file_is_held_against_the_manifest_beside_it(variant: str, words: Path
 
 
 def test_the_command_that_checks_a_file_is_said_where_it_can(
-    tiny_file: Path, tmp_path: Path, printed: Callable[..., str]
+    tiny_file: Path, words: Path, tmp_path: Path, printed: Callable[..., str]
 ):
     def told(shape: str, *more: Any) -> str:
         about = ["--model", tiny_file, "--method", "random", "--shape", shape, "--format", "gguf"]
         return printed(prune.main, *about, "--output", tmp_path / shape, *more)
 
+    biased = tmp_path / "biased"
+    build_tiny("llama-biases", torch.float32, **SIZES).save_pretrained(biased)
+    PreTrainedTokenizerFast.from_pretrained(words).save_pretrained(biased)
+    about = ["--model", biased, "--method", "random", "--shape", "uniform", "--format", "gguf"]
+    with_biases = printed(prune.main, *about, "--output", tmp_path / "small")
+    assert "llama-cli -m" in with_biases and "check  " not in with_biases  # `evaluate` would refuse it
     assert "llama-cli -m" in (free := told("free", "--seed", "1")) and "check  " not in free  # deci: llama.cpp's alone
     uniform = told("uniform")
     command = uniform.partition("check  ")[2].split()

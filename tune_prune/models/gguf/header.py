@@ -41,6 +41,7 @@ _NEUTRAL: tuple[Any, ...] = (0, 1, "none", [])  # values of other settings with 
 _QWEN = {"qwen2", "deepseek-r1-qwen"}
 _LLAMA = {"gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken"}
 _BEGINS = {"llama3", "llama-v3", "llama-bpe", "tekken"}  # with which llama.cpp adds BOS unless a file says otherwise
+_BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}  # what has a bias in the model that transformers makes of a file
 _SPLITS = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
 
 
@@ -163,6 +164,8 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
         return (
             "its rotary frequencies are scaled (rope_freqs.weight), which transformers does not read from such a file"
         )
+    if bias := next((name for name in header.tensors if _is_extra_bias(name, arch)), None):
+        return f"it has biases that transformers' {arch} models have not ({bias})"
     if values.get(f"{arch}.attention.causal", True) is not True:
         return f"its tokens see those behind them ({arch}.attention.causal), and transformers' do not"
     for name, value in values.items():
@@ -199,6 +202,11 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
                 f"its tensor {tensor.name} is of type {kind.name}, which cannot be turned into floating-point numbers"
             )
     return _cut_off(header)
+
+
+def _is_extra_bias(name: str, architecture: str) -> bool:
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and module.rpartition(".")[2] not in _BIASED.get(architecture, ())
 
 
 _HEAD_SIZES = ("attention.key_length", "attention.value_length")
