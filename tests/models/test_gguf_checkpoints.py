@@ -17,6 +17,7 @@ from tests.models.conftest import SIZES, saved
 from tests.search_folders import data_folder
 from tune_prune import evaluate, prune
 from tune_prune.checkpoint import origin
+from tune_prune.checkpoint.gguf.gguf_vocab import IDS_ALONE
 from tune_prune.core.errors import UserError
 from tune_prune.models import catalog, loading
 
@@ -79,6 +80,12 @@ def test_the_command_that_checks_a_file_is_said_where_it_can(
     assert command[:4] == ["python", "-m", "tune_prune.evaluate", "--model"] and command[4].endswith(".gguf")
     more = "--data-dir", data_folder(tmp_path / "data"), "--tasks", "piqa", "--limit", "2"
     assert "format gguf; config and weights are those" in printed(evaluate.main, *command[3:], *more)
+
+
+def test_a_file_without_a_tokenizer_is_for_no_program_of_texts(tmp_path: Path, printed: Callable[..., str]):
+    flags = ["--model", "tiny-llama", "--method", "magnitude", "--format", "gguf", "--output", tmp_path / "small"]
+    told = printed(prune.main, *flags)
+    assert f"the GGUF file has none: {IDS_ALONE}" in told and "saved  " in told and "llama-cli" not in told
 
 
 def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, tmp_path: Path):

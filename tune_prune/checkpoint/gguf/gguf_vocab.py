@@ -28,6 +28,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import load_tokenizer
 
+IDS_ALONE = "it takes and gives token ids, not text"
 SPACE = "\u2581"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -101,9 +102,7 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
     if kind != "BPE":
         return Vocabulary(
             "none",
-            notes=(
-                f"llama.cpp has no {kind} tokenizer, so the GGUF file has none: it takes and gives token ids, not text",
-            ),
+            notes=(f"llama.cpp has no {kind} tokenizer, so the GGUF file has none: {IDS_ALONE}",),
         )
     model = state["model"]
     if model["dropout"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
