@@ -177,7 +177,7 @@ def parser() -> Parser:
         type=_card,
         metavar="KIND",
         help="with --dry-run: plan for that GPU in the place of what this machine has, e.g. 4090, h100, 2x4090 for two, or 24GB of "
-        "any (docs/costs.md has the kinds)",
+        "any (docs/costs.md has the kinds; default: what is here)",
     )
     seen = p.add_argument_group("how it is followed")
     seen.add_argument(
