@@ -231,8 +231,8 @@ def _run_by_decisions(
     plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, models: Mapping[str, Any]
 ) -> None:
     """What no decision is made for, then draw by draw those that may still be the best (`planning.draws`), then with training the
-    best of them (`planning.recoveries`). A decision waits while a trial has failed that another start may measure; what has failed
-    at two is left out. Only the first trials may be stopped early: a mean over draws needs all of them."""
+    best of them (`planning.recoveries`). What has failed for a reason that may pass is tried once more before a decision, and left
+    out if it fails again. Only the first trials may be stopped early: a mean over draws needs all of them."""
     from tune_prune.tuning.driver import connected, run_search
 
     def study(records: Sequence[TrialRecord]) -> Study:
@@ -249,13 +249,16 @@ def _run_by_decisions(
     with connected(options):  # one Ray for all rounds, each of which would start its own
         while draws.given > before:
             run_search(jobs, replace(options, only=frozenset(draws.given - before)))
+            failed = {one.key: one.failure for one in ledger.records() if one.key in draws.given and may_pass(one)}
+            if again := failed.keys() - failed_before:
+                say(
+                    f"again        {failure_counts(failed[key] for key in again)}: tried once more before anything is decided"
+                )
+                failed_before |= again
+                run_search(jobs, replace(options, only=frozenset(again)))
             options = replace(options, scheduler="none", kl_filter=False)
             before, told = set(draws.given), len(draws.rounds)
             measured = [record for record in ledger.records() if record.key in draws.given]
-            if waiting := [one.failure for one in measured if may_pass(one) and one.key not in failed_before]:
-                what = "recovery     training" if plan.settings.draws is None else "draws        every further draw"
-                say(f"{what} waits for failed trials ({failure_counts(waiting)}), which the same command tries again")
-                return
             if plan.settings.draws is not None:
                 draws.decide(measured)
                 experiment.write_given(store, plan, draws.given, draws=draws.rounds)
