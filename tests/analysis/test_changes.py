@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import norm, t
+from scipy.stats import t
 
 from tests.findings import simulated_findings, simulated_study
 from tune_prune.analysis.input.items import read_items
@@ -20,8 +20,8 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.report import report
-from tune_prune.analysis.statistics.changes import Change, Shift, changes, judged
-from tune_prune.analysis.statistics.differences import difference, paired_difference
+from tune_prune.analysis.statistics.changes import Change, Shift, _shift, changes, judged
+from tune_prune.analysis.statistics.differences import difference, paired_difference, paired_freedom, paired_gap
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
@@ -146,7 +146,7 @@ def test_a_refit_is_set_beside_the_same_configuration_without_it(tmp_path: Path)
         n = len(gaps)
         error = np.sqrt(n / (n - 1) * np.sum((tokens * (gaps - mean)) ** 2)) / tokens.sum()
         assert shift.stderr == pytest.approx(error)
-        assert shift.p == pytest.approx(norm.sf(mean / error))
+        assert shift.p == pytest.approx(t.sf(mean / error, n - 1))
     assert change.worse == ("kl_tasks",)
 
 
@@ -164,7 +164,7 @@ def test_draws_that_both_have_are_compared_with_the_error_of_both_sources(tmp_pa
     of_blocks = 6 / 5 * np.sum((tokens * (blocks - by_draw.mean())) ** 2) / tokens.sum() ** 2
     of_draws = by_draw.var(ddof=1) / 3
     assert shift.stderr == pytest.approx(np.sqrt(of_blocks + of_draws))
-    freedom = 2 * ((of_blocks + of_draws) / of_draws) ** 2
+    freedom = (of_blocks + of_draws) ** 2 / (of_blocks**2 / 5 + of_draws**2 / 2)
     assert shift.p == pytest.approx(t.sf(shift.change / shift.stderr, freedom))
     nothing = change.shifts["kl_tasks"]
     assert (nothing.change, nothing.stderr, nothing.p) == (0, 0, 1) and change.worse == ()
@@ -211,6 +211,45 @@ def test_of_many_innocent_changes_five_studies_in_a_hundred_accuse_one_at_most()
         found = [made({"kl_text": first, "kl_tasks": second}) for first, second in p]
         accused += any(change.worse for change in judged(found))
     assert accused / studies < 0.05 + 2 * np.sqrt(0.05 * 0.95 / studies)
+
+
+def blocks_of(folder: Path, nats: list[float]) -> pd.DataFrame:
+    """A trial with these blocks of the perplexity text, of equally many tokens."""
+    folder.mkdir()
+    (folder / "kl.json").write_text(to_json({"text": {"tokens": [128] * len(nats), "nats": nats}}))
+    return pd.DataFrame({"kl_text": [float(np.mean(nats))], "output_dir": [str(folder)]})
+
+
+def test_two_blocks_say_little(tmp_path: Path) -> None:
+    shift = _shift(
+        *(blocks_of(tmp_path / str(kl[0]), kl) for kl in ([0.5, 0.6], [0.51, 0.612])), "kl_text", gold_logprobs
+    )
+    assert shift.change / shift.stderr == pytest.approx(11)
+    assert shift.p == pytest.approx(math.atan(1 / 11) / math.pi)  # Cauchy, as Student's t with one degree of freedom is
+
+
+@pytest.mark.parametrize("blocks", [2, 5, 13])
+def test_few_blocks_accuse_no_more_innocent_changes_than_many(tmp_path: Path, blocks: int) -> None:
+    generator, accused, studies = np.random.default_rng(blocks), 0, 60
+    before = blocks_of(tmp_path / "before", [0.5] * blocks)
+    for study in range(studies):
+        after = [blocks_of(tmp_path / f"{study}-{i}", list(generator.normal(0.5, 0.1, blocks))) for i in range(6)]
+        found = [made({"kl_text": _shift(before, one, "kl_text", gold_logprobs).p}) for one in after]
+        accused += any(change.worse for change in judged(found))
+    assert accused / studies < 0.05 + 2 * np.sqrt(0.05 * 0.95 / studies)
+
+
+def test_items_of_tasks_have_the_freedom_of_a_sum_of_variances() -> None:
+    generator, sizes = np.random.default_rng(3), {"a": 40, "b": 3}
+    index = pd.MultiIndex.from_tuples(
+        [(task, i) for task, n in sizes.items() for i in range(n)], names=["task", "doc_id"]
+    )
+    first, second = (pd.Series(generator.normal(size=43), index) for _ in range(2))
+    parts = {task: (first - second)[task].var() / n for task, n in sizes.items()}
+    assert paired_gap(first, second)[1] == pytest.approx(math.sqrt(sum(parts.values())) / 2)
+    expected = sum(parts.values()) ** 2 / sum(part**2 / (sizes[task] - 1) for task, part in parts.items())
+    assert paired_freedom(first, second) == pytest.approx(expected) and 2 < expected < 41
+    assert paired_freedom(first, first) == math.inf
 
 
 def test_what_is_worse_is_judged_by_holm() -> None:

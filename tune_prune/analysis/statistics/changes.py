@@ -19,7 +19,14 @@ import pandas as pd
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs
 from tune_prune.analysis.input.rows import configuration_of
-from tune_prune.analysis.statistics.differences import Items, mean_observed, mean_series, paired_difference, paired_gap
+from tune_prune.analysis.statistics.differences import (
+    Items,
+    mean_observed,
+    mean_series,
+    paired_difference,
+    paired_freedom,
+    paired_gap,
+)
 from tune_prune.analysis.statistics.draws import mean_of_draws
 from tune_prune.core.config import PruningConfig
 
@@ -134,7 +141,7 @@ def _gain(before: pd.DataFrame, after: pd.DataFrame) -> tuple[float, float]:
 
 def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> Shift | None:
     """Of trials of the same draws, in their order. The error is that of the same items or blocks, averaged over draws, and, of
-    several draws, of what their differences differ by, with as many degrees of freedom (Satterthwaite 1946)."""
+    several draws, of what their differences differ by; its degrees of freedom are those of both (Satterthwaite 1946)."""
     from scipy.stats import t
 
     if measure not in before or measure not in after:
@@ -143,20 +150,22 @@ def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items)
     if not np.isfinite(gaps).all():
         return None
     change, count = float(gaps.mean()), len(gaps)
-    of_items = _items_variance(before, after, measure, gold)
+    of_items, items_freedom = _items_variance(before, after, measure, gold)
     of_draws = float(gaps.var(ddof=1)) / count if count > 1 else 0.0
     stderr = math.sqrt(of_items + of_draws)
-    freedom = (count - 1) * (stderr**2 / of_draws) ** 2 if of_draws else math.inf
+    squares = of_items**2 / items_freedom + of_draws**2 / max(1, count - 1)
+    freedom = stderr**4 / squares if squares else math.inf
     worse = -change if measure == GOLD else change
     p = float(t.sf(worse / stderr, freedom)) if stderr > 0 else 1.0 if worse <= 0 else math.nan
     return Shift(float(before[measure].mean()), float(after[measure].mean()), change, stderr, p)
 
 
-def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> float:
-    """Of the mean difference over draws, which share their items."""
+def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> tuple[float, float]:
+    """Of the mean difference over draws, which share their items, and its degrees of freedom; those of an error that is known by
+    its size alone, of other items or blocks, are taken for many."""
     first, second = (mean_observed(part["output_dir"], measure, gold) for part in (before, after))
     paired = None if first is None or second is None else paired_gap(second, first)
     if paired is not None:
-        return paired[1] ** 2
+        return paired[1] ** 2, paired_freedom(second, first)
     stderr = f"{measure}_stderr"
-    return float(sum(part[stderr].mean() ** 2 if stderr in part else math.nan for part in (before, after)))
+    return float(sum(part[stderr].mean() ** 2 if stderr in part else math.nan for part in (before, after))), math.inf

@@ -49,6 +49,18 @@ def paired_gap(first: pd.Series, second: pd.Series) -> tuple[float, float] | Non
     return mean, math.sqrt(variance)
 
 
+def paired_freedom(first: pd.Series, second: pd.Series) -> float:
+    """Degrees of freedom of the error of `paired_gap`, of the same items or blocks: blocks - 1; over tasks, each with items - 1,
+    those of a sum of variances (Satterthwaite, Biometrics Bulletin 1946). Infinite for an error of 0, NaN for one that is NaN."""
+    if first.index.names[0] != "task":
+        return len(first) - 1 or math.nan
+    by_task = (first.astype("float64") - second).groupby(level="task")
+    counts = by_task.count()
+    variances = by_task.var(ddof=1) / counts
+    squares = float((variances**2 / (counts - 1)).sum(skipna=False))
+    return float(variances.sum()) ** 2 / squares if squares else math.inf
+
+
 def measure_gaps(
     eligible: pd.DataFrame,
     draws: Mapping[int, pd.DataFrame],
