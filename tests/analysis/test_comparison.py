@@ -62,6 +62,15 @@ def test_confidence_set_holds_the_truly_best(truth: np.ndarray, at_most: int) ->
         assert np.mean(in_two_errors) < 0.85  # each pair on its own, without regard to how many there are
 
 
+@pytest.mark.parametrize("few", [2, 3, 5])
+def test_a_task_of_few_items_does_not_exclude_the_truly_best(few: int) -> None:
+    generator, held, studies = np.random.default_rng(few), 0, 120
+    for _ in range(studies):
+        scores = {str(i): simulated_scores(generator, np.full(20, 0.6), n) for i, n in enumerate((few, 150, 150))}
+        held += compared(PairedScores(scores, np.arange(20)), generator, 200).in_confidence_set[0]
+    assert held / studies >= 0.95 - 1.5 * math.sqrt(0.95 * 0.05 / studies)
+
+
 def test_confidence_set_shrinks_with_more_items() -> None:
     truth = np.linspace(0.6, 0.45, K)
     generator = np.random.default_rng(1)

@@ -27,6 +27,7 @@ from tune_prune.analysis.statistics.differences import Items
 from tune_prune.analysis.statistics.draws import DrawVariance
 
 DRAWS = 4000  # of the bootstrap
+_FEW_ITEMS = 5  # of a task: with so few all differences are often equal, and their variance, of 0, says nothing
 _CHUNK = 2_000_000  # item draws, and errors of them, computed at a time
 _ROWS = 512  # of a covariance matrix that are held at a time
 _LEADERS = (8, 64)  # of a draw: its largest errors, which are looked at first
@@ -195,7 +196,10 @@ def compare(
     is drawn anew with every bootstrap draw.
 
     The 95% are for many items: in simulated grids of 45 equal configurations, the hardest case, the set holds a given one in 92%
-    with 100 items in all, 93 to 95% with 200 and 95% with 1,700. It speaks of the rows it is given, not of trials stopped early.
+    with 100 items in all, 93 to 95% with 200 and 95% with 1,700. For a task of five items or fewer every configuration has an
+    independent error more, of the greatest variance that the mean of so many scores can have: without it a task whose differences
+    are all 1 counts as certain (82% with one task of two items beside two of 500). It speaks of the rows it is given, not of
+    trials stopped early.
     """
     variances = np.square(stderrs)
     if outcomes is not None:
@@ -209,6 +213,11 @@ def compare(
         errors[part] = generator.standard_normal((part.stop - part.start, len(variances))) * np.sqrt(variances)
     if outcomes is not None:
         _bootstrap(errors, outcomes, generator)
+        few = sum(0.25 / n for n in map(len, outcomes.by_task.values()) if n <= _FEW_ITEMS)
+        if few:
+            few /= len(outcomes.by_task) ** 2
+            variances[outcomes.rows] += few
+            errors[:, outcomes.rows] += math.sqrt(few) * generator.standard_normal((draws, len(outcomes.rows)))
     draw_variances = np.zeros(len(variances))
     if between is not None:
         draw_variances = between.variance * np.broadcast_to(shares, variances.shape)
