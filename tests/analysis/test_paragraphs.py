@@ -15,6 +15,7 @@ from tests.findings import from_csv, published_findings, simulated_findings, sim
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
+from tune_prune.analysis.tables.configurations import transfer
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
 
@@ -149,6 +150,19 @@ def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     text = paragraphs(findings)[0]
     assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
     assert "No configuration of lost is complete." in text
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_model_that_is_all_wrong_has_no_loss_in_percent(tmp_path: Path) -> None:
+    findings = from_csv(tmp_path, {"A": lambda method, *_: 0.5 if method == "taylor" else 0.4, "B": lambda *_: 0.0})
+    text = paragraphs(findings)[0]
+    assert re.search(r"With A's configuration, \S+, B shows no loss", text) and not re.search(r"\bnan\b|\bNone\b", text)
+    table = transfer(findings)
+    assert table is not None
+    assert [[row[f"of_{other}_percent"] for other in "AB"] for row in table.rows] == [
+        [0, pytest.approx(20)],
+        [None, None],
+    ]
 
 
 def test_texts_and_draws_are_those_of_the_trials_and_configurations_are_counted_as_such(tmp_path: Path) -> None:

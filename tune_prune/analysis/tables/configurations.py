@@ -183,11 +183,12 @@ def transfer(findings: Findings) -> Table | None:
     rows = []
     for label, found in findings.models.items():
         row: dict[str, Any] = {"model": label, "name": found.best["name"]}
+        best = found.best["acc_mean"]
         for other, loss in losses[label].items():
             points = loss.get("loss_points")
             key = keys[other]
             row |= {key: points, f"{key}_stderr": loss.get("loss_points_stderr") or None}
-            row[f"{key}_percent"] = None if points is None else points / found.best["acc_mean"]
+            row[f"{key}_percent"] = None if points is None or not best else points / best
             row[f"_{key}"] = max(0.0, points or 0.0) / worst
         rows.append(row)
     columns = [
