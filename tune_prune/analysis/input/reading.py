@@ -135,7 +135,7 @@ def _with_best_config(part: Model) -> Model:
 def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, float]]) -> dict[str, Model]:
     """The same with the accuracies of their dense models, of all pruning ratios."""
     for name, accuracy in baselines:
-        labels = [label for label, model in models.items() if name in (label, model.base)]
+        labels = [label for label, model in models.items() if name in (label, model.base, model.series)]
         if not labels:
             raise UserError(
                 f"--baseline names the model {name!r}, of which no trial was read; {did_you_mean(name, models)}"
@@ -147,7 +147,7 @@ def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, flo
                     f"--baseline {name}={accuracy:g} is for a dense model that was not measured, and that of {label} has an "
                     f"accuracy of {model.baseline['acc_mean']:.4f}; leave it out"
                 )
-            given = Problem("--baseline", f"the dense model's accuracy is {accuracy:g}, as given", "note", label)
+            given = Problem("--baseline", f"the dense model's accuracy is {100 * accuracy:g}%, as given", "note", label)
             models[label] = replace(model, baseline={"acc_mean": accuracy}, problems=(*model.problems, given))
     return models
 
