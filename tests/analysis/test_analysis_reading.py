@@ -185,6 +185,19 @@ def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is
     assert (alone.label, alone.shape, alone.ratio) == ("tiny", "uniform", 0.2)
 
 
+@pytest.mark.parametrize("other", [{"shape": "uniform"}, {"removal_divisor": 10}], ids=str)
+def test_an_experiment_that_searched_less_is_compared_with_the_one_that_searched_more(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    more = experiment(tmp_path / "a", [record(NAMES[0]), record(NAMES[0], **other)])
+    less = experiment(tmp_path / "b", [record(NAMES[0]), record(NAMES[1])])
+    for folders in ((more, less), (less, more)):
+        model = only(*folders)
+        assert model.label == "tiny" and len(model.rows) == 3 and model.origins == folders
+        (again,) = said(model, "duplicate")
+        assert again.endswith(f"the same trial as trial {KEYS[NAMES[0]]} of {folders[0]}, which is used")
+
+
 def test_what_is_no_experiment(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.csv").touch()

@@ -35,7 +35,7 @@ _CONSOLIDATED = re.compile(r"consolidated_(.+)_[\d.]+")
 
 class _Key(NamedTuple):
     """What rows share that may be compared. Of several divisors or shapes (None) an experiment has searched, and they are
-    compared, but experiments that differ in it are kept apart."""
+    compared, with those of an experiment that searched some of them, too; others that differ in it are kept apart."""
 
     label: str
     measured: str
@@ -154,20 +154,29 @@ def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, flo
 
 def _models(parts: list[Model]) -> dict[str, Model]:
     """Rows that may be compared with each other, merged; and each such group with a name of its own."""
-    groups: dict[_Key, list[Model]] = {}
-    for part in sorted(parts, key=lambda part: part.rows.empty):
+    pieces, empty = [], []
+    for part in parts:
         # Where it is lost how it was measured, it is taken for like the others of its label
         keys = (other.measured for other in parts if other.label == part.label and other.measured)
         measured = part.measured or next(keys, "unknown")
         for index, ((ratio, recovery), rows) in enumerate(part.rows.groupby(["pruning_ratio", "recovery"])):
-            divisors = rows["removal_divisor"].fillna(PruningConfig.removal_divisor).unique()
-            shapes = rows["shape"].unique()
-            divisor, shape = (values[0] if len(values) == 1 else None for values in (divisors, shapes))
+            divisors = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
             own = replace(part, rows=rows, problems=part.problems if index == 0 else ())
-            groups.setdefault(_Key(part.label, measured, float(ratio), recovery, divisor, shape), []).append(own)
-        if part.rows.empty:  # what is said of it belongs to any other of the same, else it stands alone
-            alone = _Key(part.label, measured, math.nan, "", None, None)
-            groups.setdefault(next((key for key in groups if key[:2] == alone[:2]), alone), []).append(part)
+            pieces.append(((part.label, measured, float(ratio), recovery), set(divisors), set(rows["shape"]), own))
+        if part.rows.empty:
+            empty.append((part, measured))
+    groups: dict[_Key, list[Model]] = {}
+    for shared, divisors, shapes, own in pieces:
+        alike = [piece for piece in pieces if piece[0] == shared]
+        key = _Key(
+            *shared,
+            _searched(divisors, [piece[1] for piece in alike]),
+            _searched(shapes, [piece[2] for piece in alike]),
+        )
+        groups.setdefault(key, []).append(own)
+    for part, measured in empty:  # what is said of it belongs to any other of the same, else it stands alone
+        alone = _Key(part.label, measured, math.nan, "", None, None)
+        groups.setdefault(next((key for key in groups if key[:2] == alone[:2]), alone), []).append(part)
     order = list(dict.fromkeys(part.label for part in parts))
     models: dict[str, Model] = {}
     for key in sorted(groups, key=lambda key: (order.index(key.label), key.recovery != PruningConfig.recovery)):
@@ -180,6 +189,11 @@ def _models(parts: list[Model]) -> dict[str, Model]:
             notes.append(Problem(where, what, "note"))
         models[label] = _merged(base, label, groups[key], notes)
     return models
+
+
+def _searched(own: set[Any], searched: list[set[Any]]) -> Any:
+    """The value of all rows; None where these, or others with them, were searched with several."""
+    return None if any(len(values) > 1 and own <= values for values in searched) else next(iter(own))
 
 
 def _names(key: _Key, groups: Mapping[_Key, list[Model]], taken: Mapping[str, Model]) -> tuple[str, str]:
