@@ -45,7 +45,7 @@ SIZES = {
     "35M": (576, 10, 9, 3, 1536, GPT2_VOCAB),
     "50M": (640, 10, 10, 5, 1920, GPT2_VOCAB),
 }
-COUNT, COUNT_OR_NONE = whole_number(1, 10**9), whole_number(0, 10**9)  # types of flags
+COUNT, FROM_ZERO = whole_number(1, 10**9), whole_number(0, 10**9)  # types of flags
 END = "<|endoftext|>"
 HELLASWAG_ROWS = 10_042  # of its validation split, of which the files at hand hold a part
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from bench_common import (
-    COUNT_OR_NONE,
+    FROM_ZERO,
     HELLASWAG_ROWS,
     Subject,
     benchmark_parser,
@@ -268,11 +268,11 @@ def report(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = benchmark_parser(__doc__, ["stories260K", "5M", "20M"])
     p.add_argument(
-        "--limit", type=COUNT_OR_NONE, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)"
+        "--limit", type=FROM_ZERO, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)"
     )
     p.add_argument(
         "--count-limit",
-        type=COUNT_OR_NONE,
+        type=FROM_ZERO,
         default=0,
         metavar="N",
         help="count tokens on so many items a task only (default: all)",

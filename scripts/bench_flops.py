@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from bench_common import (
     COUNT,
-    COUNT_OR_NONE,
+    FROM_ZERO,
     Subject,
     benchmark_parser,
     median_times,
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     p.add_argument(
         "--profile",
-        type=COUNT_OR_NONE,
+        type=FROM_ZERO,
         default=5,
         metavar="N",
         help="operators to show, 0: none (default: %(default)s)",

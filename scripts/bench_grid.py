@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import COUNT, COUNT_OR_NONE, Subject, benchmark_parser, sizes_of, subject, table, write_json
+from bench_common import COUNT, FROM_ZERO, Subject, benchmark_parser, sizes_of, subject, table, write_json
 from bench_passes import removal_kinds
 
 from tune_prune.cli.flags import task_names
@@ -310,10 +310,10 @@ def report(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = benchmark_parser(__doc__, ["tiny-llama"], repeats=1, threads=False)
     p.add_argument(
-        "--sample", type=COUNT_OR_NONE, default=9, metavar="K", help="trials run the published way, 0: all (default: 9)"
+        "--sample", type=FROM_ZERO, default=9, metavar="K", help="trials run the published way, 0: all (default: 9)"
     )
     p.add_argument(
-        "--limit", type=COUNT_OR_NONE, default=0, metavar="N", help="items per task, 0: all (default: %(default)s)"
+        "--limit", type=FROM_ZERO, default=0, metavar="N", help="items per task, 0: all (default: %(default)s)"
     )
     p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
     p.add_argument("--search-space", default="paper_grid", metavar="NAME_OR_YAML", help="(default: %(default)s)")

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from bench_common import (
     COUNT,
-    COUNT_OR_NONE,
+    FROM_ZERO,
     Subject,
     benchmark_parser,
     sizes_of,
@@ -259,10 +259,10 @@ def report_memory(found: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = benchmark_parser(__doc__, ["20M"], repeats=1)
     p.add_argument(
-        "--trials", type=COUNT_OR_NONE, default=6, metavar="N", help="in this process, 0: none (default: %(default)s)"
+        "--trials", type=FROM_ZERO, default=6, metavar="N", help="in this process, 0: none (default: %(default)s)"
     )
     p.add_argument(
-        "--limit", type=COUNT_OR_NONE, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)"
+        "--limit", type=FROM_ZERO, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)"
     )
     p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
     p.add_argument("--seq-len", type=COUNT, default=32, metavar="T", help="of the trials (default: %(default)s)")
@@ -271,9 +271,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "--search-space", default="smoke", metavar="NAME", help='of the search, "": none (default: %(default)s)'
     )
     p.add_argument("--memory-model", default="tiny-llama", metavar="NAME", help="(default: %(default)s)")
-    p.add_argument(
-        "--memory-trials", type=COUNT_OR_NONE, default=200, metavar="N", help="0: none (default: %(default)s)"
-    )
+    p.add_argument("--memory-trials", type=FROM_ZERO, default=200, metavar="N", help="0: none (default: %(default)s)")
     p.add_argument("--memory-limit", type=COUNT, default=20, metavar="N", help="items per task (default: %(default)s)")
     p.set_defaults(pruning_ratio=0.2)
     args = p.parse_args(argv)

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from bench_common import COUNT, COUNT_OR_NONE, data_dir, table, write_json
+from bench_common import COUNT, FROM_ZERO, data_dir, table, write_json
 
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import TASK_ITEMS
@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--experiment", type=Path, metavar="DIR", help="a finished search to replay and to take correlations from"
     )
     p.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the race (default: %(default)s)")
-    p.add_argument("--seed", type=COUNT_OR_NONE, default=0, help="(default: %(default)s)")
+    p.add_argument("--seed", type=FROM_ZERO, default=0, help="(default: %(default)s)")
     p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     options = p.parse_args(arguments)
     grid = read_results_csv(options.grid or data_dir() / GRID, "grid").rows

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from bench_common import COUNT, COUNT_OR_NONE, table
+from bench_common import COUNT, FROM_ZERO, table
 
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import ranked
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument(
         "--orders", type=COUNT, default=1000, metavar="N", help="random orders of each (default: %(default)s)"
     )
-    p.add_argument("--seed", type=COUNT_OR_NONE, default=0, metavar="S", help="of the orders (default: %(default)s)")
+    p.add_argument("--seed", type=FROM_ZERO, default=0, metavar="S", help="of the orders (default: %(default)s)")
     p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     options = p.parse_args(argv)
     rows = [replay(name, trials, options.orders, options.seed) for name, trials in groups(options.paths)]

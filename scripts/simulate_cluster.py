@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import COUNT, COUNT_OR_NONE, counts
+from bench_common import COUNT, FROM_ZERO, counts
 from make_random_model import config_of
 
 from tune_prune.cli.flags import output_file
@@ -337,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument(
         "--no-files", action="store_true", help="no records and no views but the live line: less than the driver does"
     )
-    p.add_argument("--seed", type=COUNT_OR_NONE, default=0, metavar="S", help="(default: %(default)s)")
+    p.add_argument("--seed", type=FROM_ZERO, default=0, metavar="S", help="(default: %(default)s)")
     p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     args = p.parse_args(argv)
     if not (0 <= args.jitter <= 10 and 0 <= args.controller_ms <= 1e6):

@@ -249,13 +249,14 @@ def _run_by_decisions(
     with connected(options):  # one Ray for all rounds, each of which would start its own
         while draws.given > before:
             run_search(jobs, replace(options, only=frozenset(draws.given - before)))
-            failed = {one.key: one.failure for one in ledger.records() if one.key in draws.given and may_pass(one)}
-            if again := failed.keys() - failed_before:
-                say(
-                    f"again        {failure_counts(failed[key] for key in again)}: tried once more before anything is decided"
-                )
-                failed_before |= again
-                run_search(jobs, replace(options, only=frozenset(again)))
+            records = [record for record in ledger.records() if record.key in draws.given]
+            if again := {one.key: one.failure for one in records if may_pass(one) and one.key not in failed_before}:
+                say(f"again        {failure_counts(again.values())}: tried once more before anything is decided")
+                failed_before |= again.keys()
+                finished = {
+                    record.key for record in records if record.status != "failed"
+                }  # what a race judges it beside
+                run_search(jobs, replace(options, only=frozenset(finished | again.keys())))
             options = replace(options, scheduler="none", kl_filter=False)
             before, told = set(draws.given), len(draws.rounds)
             measured = [record for record in ledger.records() if record.key in draws.given]

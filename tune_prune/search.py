@@ -148,6 +148,7 @@ def _run(
     say()
     command, started = [*COMMAND, *argv], time.monotonic()
     again = shlex.join(command)
+    kept = ending.advised(f"finished trials are kept; to go on, run the same command again:\n  {again}")
 
     def at_end(results: Results) -> None:
         say(f"\n{results}\n")
@@ -159,7 +160,7 @@ def _run(
 
     # Bars of trials in this process, in the place of the line that says how far all are
     with (
-        ending.advised(f"finished trials are kept; to go on, run the same command again:\n  {again}"),
+        contextlib.nullcontext() if in_memory else kept,
         progress.shown(_BESIDE_THE_LINE_S),
     ):
         results = run(plan, command, at_end, local_ray, [log, *trackers(args.track or (), plan.experiment_dir.name)])
@@ -190,7 +191,8 @@ def _run(
         first = failed.iloc[0]
         say(f"failed       {len(failed)} of {len(planned)} trials: {classes} (see all_methods_results.csv)")
         say(f"             e.g. {first['model']} {first['name']}: {one_line(first['reason'])}")
-        say(f"             the same command tries them again:\n             {again}")
+        if not in_memory:
+            say(f"             the same command tries them again:\n             {again}")
 
 
 def _log_plan(log: JsonLog, plan: Plan) -> None:

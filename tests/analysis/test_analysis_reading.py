@@ -196,6 +196,9 @@ def test_an_experiment_that_searched_less_is_compared_with_the_one_that_searched
         assert model.label == "tiny" and len(model.rows) == 3 and model.origins == folders
         (again,) = said(model, "duplicate")
         assert again.endswith(f"the same trial as trial {KEYS[NAMES[0]]} of {folders[0]}, which is used")
+    at_more = experiment(tmp_path / "c", [record(NAMES[0]), record(NAMES[0], pruning_ratio=0.3)])
+    models = read_study([more, at_more], []).models
+    assert {label: model.series for label, model in models.items()} == {"tiny@0.2": "tiny", "tiny@0.3": "tiny"}
 
 
 def test_what_is_no_experiment(tmp_path: Path) -> None:

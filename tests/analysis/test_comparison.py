@@ -71,6 +71,14 @@ def test_a_task_of_few_items_does_not_exclude_the_truly_best(few: int) -> None:
     assert held / studies >= 0.95 - 1.5 * math.sqrt(0.95 * 0.05 / studies)
 
 
+def test_a_difference_on_its_own_has_the_error_that_its_items_show() -> None:
+    """Equal answers differ by nothing, however few items a task has."""
+    generator = np.random.default_rng(0)
+    scores = {str(i): np.repeat(simulated_scores(generator, np.full(1, 0.6), 5), 2, axis=1) for i in range(7)}
+    comparison = compared(PairedScores(scores, np.arange(2)), generator, 200)
+    assert comparison.stderr()[0, 1] == 0 and comparison.in_confidence_set.all()
+
+
 def test_confidence_set_shrinks_with_more_items() -> None:
     truth = np.linspace(0.6, 0.45, K)
     generator = np.random.default_rng(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +52,18 @@ def test_right_answers_that_cannot_be_judged_are_named_before_anything_is_scored
     if "are no numbers" in says:  # a plan reads items, too, and asks no metric
         with pytest.raises(UserError, match=says):
             zero_shot_tokens(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source)
+
+
+def test_a_rule_of_its_own_reads_right_answers_as_it_likes(tmp_path):
+    rule = "process_results: !function judge.by_text\n"
+    source = write_quiz(tmp_path, [GOOD | {"answers": ["b", "c"]}, GOOD | {"answers": []}], SEVERAL + rule)
+    (tmp_path / "tasks" / "quiz" / "judge.py").write_text(
+        "def by_text(doc, results):\n    right = doc['options'][results[0][0] < results[1][0]] in doc['answers']\n"
+        "    return {'acc': right, 'acc_norm': right}\n"
+    )
+    source, protocol = replace(source, trusted=True), EvaluationProtocol(("quiz",))
+    assert len(build_suite(byte_tokenizer(True), protocol, source, 512).items) == 2
+    assert zero_shot_tokens(byte_tokenizer(True), protocol, source).items == 2
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "whole numbers": (_add("blk.0.extra", gguf.GGMLQuantizationType.I32), r"blk.0.extra is of type I32"),
     "missing tensor": (_drop, r"it lacks blk.2.ffn_up.weight; give the model in Hugging Face format"),
     "more tensors": (_add("blk.0.extra.weight"), r"blk.0.extra.weight has no place in it"),
-    "biases": (_add("blk.0.attn_q.bias"), r"biases that transformers' llama models have not \(blk.0.attn_q.bias\)"),
+    "biases": (_add("blk.0.attn_q.bias"), r"biases that transformers' llama models do not have \(blk.0.attn_q.bias\)"),
     "other size": (put("llama.feed_forward_length", 48, U32), r"blk.0.ffn_gate.weight is \[40, 32\], not \[48, 32\]"),
     "absurd size": (put("llama.block_count", 2**31, U32), r"num_hidden_layers 2.15e\+09"),
 }  # fmt: skip

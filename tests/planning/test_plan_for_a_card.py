@@ -61,6 +61,11 @@ def test_several_gpus_run_as_many_trials_or_hold_one_together(
     assert "2 GPU and about" in together and "of each; 1 at once;" in together
 
 
+def test_there_are_cpus_for_all_trials_that_a_card_holds(plan_text: Callable[..., str]) -> None:
+    assert "takes 32 CPU, 0.25 GPU" in (out := plan_text(*TINY, "--gpu", "4090", "--cpus-per-trial", "32"))
+    assert "; 4 at once;" in out
+
+
 def test_a_size_alone_says_nothing_of_time(mistral: tuple[str, ...], plan_text: Callable[..., str]) -> None:
     out = plan_text(*mistral, "--gpu", "24GB")
     assert "planned for 1 x GPU (22.4 GiB)" in out and "pruned copies whole" in out
@@ -99,9 +104,16 @@ def test_kinds_are_known_however_they_are_written() -> None:
         (("--gpu", "h100", "--gpus-per-trial", "0"), "--gpus-per-trial 0 runs trials on CPUs; leave one of them out"),
         (
             ("--gpu", "h100", "--gpus-per-trial", "2"),
-            r"is 2, but --gpu is 1 x H100 \(79.1 GiB\); name as many, e.g. --gpu 2x4090",
+            r"is 2, but --gpu is 1 x H100 \(79.1 GiB\); name as many, e.g. --gpu 2x4090 for two, or use fewer",
         ),
-        (("--gpu", "512MiB"), "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model$"),
+        (
+            ("--gpu", "4090", "--memory", "100MiB"),
+            "in its leanest way .*use --memory 625MiB or more, or a smaller model",
+        ),
+        (
+            ("--gpu", "512MiB"),
+            "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, use --dtype bfloat16, or choose a smaller model$",
+        ),
         (("--gpu", "h100", "--address", "auto"), "--address for a cluster; leave one of them out"),
     ],
 )

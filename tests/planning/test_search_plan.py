@@ -159,7 +159,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     shown = []
     for place, hidden in ((tmp_path / "none", None), (tmp_path, None), (tmp_path, "")):
-        monkeypatch.setattr("tune_prune.cli.plan_resources.NVIDIA", place)
+        monkeypatch.setattr("tune_prune.cli.resources_text.NVIDIA", place)
         if hidden is not None:  # what somebody does who wants the CPUs
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         shown.append("GPU          this machine has an NVIDIA GPU that torch" in plan_text(*TINY))

@@ -89,7 +89,7 @@ def test_what_its_process_says_is_what_the_search_says(code, exit_code, sentence
     ("stops", "exit_code"), [(["--num-trials", "3"], 2), (["--search-space", "nowhere"], 2), ([], 130)]
 )
 def test_a_plan_that_is_refused_or_interrupted_ends_ray(stops, exit_code, stand_in, tmp_path, monkeypatch):
-    def interrupted(settings: object) -> None:
+    def interrupted(settings: object, card: object) -> None:
         raise KeyboardInterrupt
 
     ended = stand_in("")

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from tune_prune.analysis.cost import between, duration
-from tune_prune.cli.plan_resources import (
+from tune_prune.cli.resources_text import (
     aligned,
     dtype_lines,
     held,

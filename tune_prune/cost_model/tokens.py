@@ -150,7 +150,7 @@ def _pairs(file: TaskFile, docs: Sequence[dict[str, Any]], source: TaskSource) -
         try:
             pairs, gold, choices = render(doc)
             if choices is not None:
-                right_choice(file.name, index, gold, choices)
+                right_choice(file.name, index, gold, choices, stock or source.is_data(file))
         except UserError:
             raise
         except Exception as error:  # a template may raise anything

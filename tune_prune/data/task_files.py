@@ -156,14 +156,14 @@ def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
     )
 
 
-def right_choice(task: str, item: int, gold: Any, choices: Any) -> int:
-    """Index of the right choice of an item, or -1 where it has several, in a list of indices. Raises UserError where one is none of
-    the choices, or a choice is no text."""
+def right_choice(task: str, item: int, gold: Any, choices: Any, by_lm_eval: bool = True) -> int:
+    """Index of the right choice of an item, or -1 where it has several, in a list, of indices where lm-eval's own rule judges by
+    it. Raises UserError where one is none of the choices, or a choice is no text."""
     strange = [choice for choice in choices if not isinstance(choice, str)]
     if strange:
         raise UserError(f"task {task!r}, item {item}: the choice {strange[0]!r:.200} is no text; correct the item")
     if isinstance(gold, list):
-        if not gold or any(type(one) is not int or not 0 <= one < len(choices) for one in gold):
+        if by_lm_eval and (not gold or any(type(one) is not int or not 0 <= one < len(choices) for one in gold)):
             raise UserError(
                 f"task {task!r}, item {item}: the right answers {gold!r:.200} are no numbers of its {len(choices)} choices, the "
                 "first of which is 0; correct the item"

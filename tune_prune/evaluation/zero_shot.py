@@ -73,27 +73,30 @@ def build_suite(
 
 def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request]) -> Item:
     """The item of a document; with lm-eval's own judgement unless it is plain multiple choice with one right answer."""
-    gold = _gold(task, doc_id, doc)
+    own_rule = _has_own_rule(task)
+    gold = _gold(task, doc_id, doc, not own_rule)
     texts = task.doc_to_choice(doc) if gold >= 0 else []  # no or several right answers: not plain
-    plain = (
-        getattr(task.process_results, "__func__", None) is ConfigurableTask.process_results
-        and not callable(task.config.process_results)
-        and len(texts) == len(requests)
-    )
-    if not plain:
+    if own_rule or len(texts) != len(requests):
         # acc_mutual_info asks for every choice once more, without its context.
         choices = len(requests) // (2 if "acc_mutual_info" in task.aggregation() else 1)
         judged = functools.partial(_judged_by_lm_eval, task, doc)
         try:
             judged([(-1.0 - index, False) for index in range(len(requests))])  # now, and not once all is scored
         except Exception as error:  # metrics of a definition may raise anything
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"task {task.task_name!r}, item {doc_id} cannot be judged by the task's metrics ({type(error).__name__}: {error}); "
-                "correct the item, or leave out metrics other than acc and acc_norm"
+                f"task {task.task_name!r}, item {doc_id} cannot be judged by the task's metrics ({cause}); correct the item, or "
+                "leave out metrics other than acc and acc_norm"
             ) from error
         return Item(task.task_name, doc_id, gold, tuple(requests), (), judged, choices)
     lengths = tuple(map(len, texts)) if "acc_norm" in task.aggregation() else ()
     return Item(task.task_name, doc_id, gold, tuple(requests), lengths)
+
+
+def _has_own_rule(task: Task) -> bool:
+    """Whether something else than lm-eval's own rule judges what a model answers."""
+    lm_evals = getattr(task.process_results, "__func__", None) is ConfigurableTask.process_results
+    return not lm_evals or callable(task.config.process_results)
 
 
 def _judged_by_lm_eval(
@@ -224,12 +227,12 @@ class _Templates:
         return SimpleNamespace(render=lambda **values: self._process.render(template, values))
 
 
-def _gold(task: Task, doc_id: int, doc: dict[str, Any]) -> int:
+def _gold(task: Task, doc_id: int, doc: dict[str, Any], by_lm_eval: bool) -> int:
     """Index of the right choice, or -1 where the task has no single one. Raises UserError where it is no choice."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return -1
     gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-    return right_choice(task.task_name, doc_id, gold, task.doc_to_choice(doc))
+    return right_choice(task.task_name, doc_id, gold, task.doc_to_choice(doc), by_lm_eval)
 
 
 @contextlib.contextmanager

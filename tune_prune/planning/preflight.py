@@ -71,7 +71,7 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
     store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
         told = _survey(settings)
-        nodes, gpus = _of_card(card) if card else _nodes(settings, told)
+        nodes, gpus = _of_card(settings, card) if card else _nodes(settings, told)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
         dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
@@ -93,7 +93,7 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
         smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
         bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
-        with _advice_for(card), memory_bounds.other_steps(settings, models, bounds):
+        with memory_bounds.other_steps(settings, models, bounds):
             models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
             trial_bytes = max(model.memory.total for model in models)
             waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
@@ -101,7 +101,8 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
                 (bounds.of[place] // away for place, away in waiting if place in bounds.of),
                 default=1 if waiting else MAX_TRIALS_PER_GPU,
             )
-            resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
+            with _advice_for(card):
+                resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
             slots = memory_bounds.slots(settings, resources, nodes, work)
             gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
             if resources.gpus == 0:
@@ -149,7 +150,7 @@ def _check_card(settings: SearchSettings, card: Card) -> None:
         raise UserError("--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; leave one of them out")
     if asked and asked > card.count:
         raise UserError(
-            f"--gpus-per-trial is {asked:g}, but --gpu is {card}; name as many, e.g. --gpu {asked:g}x4090, or use fewer"
+            f"--gpus-per-trial is {asked:g}, but --gpu is {card}; name as many, e.g. --gpu 2x4090 for two, or use fewer"
         )
 
 
@@ -161,7 +162,9 @@ def _advice_for(card: Card | None) -> Iterator[None]:
     except TooLittleMemory as error:
         if card is None:
             raise
-        raise TooLittleMemory(error.fact, "plan for a larger --gpu, or choose a smaller model") from None
+        raise TooLittleMemory(
+            error.fact, "plan for a larger --gpu, use --dtype bfloat16, or choose a smaller model"
+        ) from None
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
@@ -327,10 +330,11 @@ def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelP
     nodes.check_reach(told, folder, data)
 
 
-def _of_card(card: Card) -> tuple[list[Mapping[str, float]], list[Gpu]]:
+def _of_card(settings: SearchSettings, card: Card) -> tuple[list[Mapping[str, float]], list[Gpu]]:
     """A machine with those GPUs, and with CPUs for all trials that they hold."""
+    cpus = max(MAX_AUTO_CPUS, settings.cpus_per_trial or 0)
     gpu = Gpu(card.name, machine.Memory(card.memory, card.memory), card.bfloat16)
-    return [{"CPU": card.count * MAX_TRIALS_PER_GPU * MAX_AUTO_CPUS, "GPU": card.count}], [gpu]
+    return [{"CPU": card.count * MAX_TRIALS_PER_GPU * cpus, "GPU": card.count}], [gpu]
 
 
 def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[Gpu]]:

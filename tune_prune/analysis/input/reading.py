@@ -167,7 +167,8 @@ def _models(parts: list[Model]) -> dict[str, Model]:
             empty.append((part, measured))
     groups: dict[_Key, list[Model]] = {}
     for shared, divisors, shapes, own in pieces:
-        alike = [piece for piece in pieces if piece[0] == shared]
+        label, measured, _, recovery = shared
+        alike = [piece for piece in pieces if (*piece[0][:2], piece[0][3]) == (label, measured, recovery)]
         key = _Key(
             *shared,
             _searched(divisors, [piece[1] for piece in alike]),

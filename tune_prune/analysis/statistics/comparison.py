@@ -213,11 +213,6 @@ def compare(
         errors[part] = generator.standard_normal((part.stop - part.start, len(variances))) * np.sqrt(variances)
     if outcomes is not None:
         _bootstrap(errors, outcomes, generator)
-        few = sum(0.25 / n for n in map(len, outcomes.by_task.values()) if n <= _FEW_ITEMS)
-        if few:
-            few /= len(outcomes.by_task) ** 2
-            variances[outcomes.rows] += few
-            errors[:, outcomes.rows] += math.sqrt(few) * generator.standard_normal((draws, len(outcomes.rows)))
     draw_variances = np.zeros(len(variances))
     if between is not None:
         draw_variances = between.variance * np.broadcast_to(shares, variances.shape)
@@ -226,11 +221,19 @@ def compare(
         for part in _parts(draws, len(variances)):
             own = generator.standard_normal((part.stop - part.start, len(variances)))
             errors[part] += spreads[part, None] * own * np.sqrt(shares)
-    p_value = np.full(len(variances), np.nan)
+    p_value, tested, of_tested = np.full(len(variances), np.nan), errors, variances
+    few = sum(0.25 / n for n in map(len, outcomes.by_task.values()) if n <= _FEW_ITEMS) if outcomes is not None else 0.0
+    if outcomes is not None and few:  # for these tests alone: a difference on its own has the error that its items show
+        few /= len(outcomes.by_task) ** 2
+        tested, of_tested = errors.copy(), variances.copy()
+        of_tested[outcomes.rows] += few
+        for part in _parts(draws, len(variances)):
+            own = generator.standard_normal((part.stop - part.start, len(outcomes.rows)))
+            tested[part][:, outcomes.rows] += math.sqrt(few) * own
     p_value[finite] = _p_values(
         accuracies[finite],
-        errors if len(finite) == len(variances) else errors[:, finite],
-        lambda rows: _stderr(variances, outcomes, finite[rows])[:, finite],
+        tested if len(finite) == len(variances) else tested[:, finite],
+        lambda rows: _stderr(of_tested, outcomes, finite[rows])[:, finite],
     )
     all_paired = outcomes is not None and len(outcomes.rows) == len(variances)
     basis = "paired" if all_paired else "unpaired" if len(finite) else "unknown"

@@ -165,7 +165,7 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
             "its rotary frequencies are scaled (rope_freqs.weight), which transformers does not read from such a file"
         )
     if bias := next((name for name in header.tensors if _is_extra_bias(name, arch)), None):
-        return f"it has biases that transformers' {arch} models have not ({bias})"
+        return f"it has biases that transformers' {arch} models do not have ({bias})"
     if values.get(f"{arch}.attention.causal", True) is not True:
         return f"its tokens see those behind them ({arch}.attention.causal), and transformers' do not"
     for name, value in values.items():

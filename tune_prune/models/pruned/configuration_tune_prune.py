@@ -34,8 +34,8 @@ class PrunedConfig(PreTrainedConfig):
         return config
 
     def validate_rope(self) -> None:
-        """Called by `strict`. The dense model's config was checked; of longrope that divides by heads, which layers have different
-        numbers of."""
+        """Called by `strict`. The dense model's config was checked; the check of longrope divides by the number of heads, which
+        differs between layers."""
 
     def validate_architecture(self) -> None:
         """Called by `strict`, in place of checks that know one size for all layers. Raises ValueError."""
