@@ -112,8 +112,9 @@ def test_kinds_are_known_however_they_are_written() -> None:
         ),
         (
             ("--gpu", "512MiB"),
-            "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, use --dtype bfloat16, or choose a smaller model$",
+            "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model$",
         ),
+        (("--gpu", "512MiB", "--dtype", "float32"), "larger --gpu, use --dtype bfloat16, or choose a smaller model$"),
         (("--gpu", "h100", "--address", "auto"), "--address for a cluster; leave one of them out"),
     ],
 )

@@ -7,8 +7,8 @@ from math import prod
 from pathlib import Path
 
 from tune_prune.analysis.cost import between, duration
+from tune_prune.checkpoint.sizes import aligned
 from tune_prune.cli.resources_text import (
-    aligned,
     dtype_lines,
     held,
     listed,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.process import machine
 from tune_prune.core.process.machine import size
 from tune_prune.models.runner.residency import Residency
@@ -122,17 +123,6 @@ def node_lines(plan: Plan) -> list[str]:
         table.append((node.name, f"{cpus:g}", *told))
     versions = ", ".join(f"{name} {version}" for name, version in workers[0].versions.items())
     return [f"{len(plan.nodes)}, all with {versions}; one storage, the same models and data", *aligned(table)]
-
-
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of a table, the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
 
 
 def listed(values: Iterable[Any]) -> str:

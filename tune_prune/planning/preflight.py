@@ -101,7 +101,7 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
                 (bounds.of[place] // away for place, away in waiting if place in bounds.of),
                 default=1 if waiting else MAX_TRIALS_PER_GPU,
             )
-            with _advice_for(card):
+            with _advice_for(card, dtype):
                 resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
             slots = memory_bounds.slots(settings, resources, nodes, work)
             gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
@@ -155,16 +155,15 @@ def _check_card(settings: SearchSettings, card: Card) -> None:
 
 
 @contextlib.contextmanager
-def _advice_for(card: Card | None) -> Iterator[None]:
+def _advice_for(card: Card | None, dtype: str) -> Iterator[None]:
     """What to do about a trial that does not fit a GPU which is not here."""
     try:
         yield
     except TooLittleMemory as error:
         if card is None:
             raise
-        raise TooLittleMemory(
-            error.fact, "plan for a larger --gpu, use --dtype bfloat16, or choose a smaller model"
-        ) from None
+        smaller = "use --dtype bfloat16, or " if card.bfloat16 and dtype == "float32" else "or "
+        raise TooLittleMemory(error.fact, f"plan for a larger --gpu, {smaller}choose a smaller model") from None
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
