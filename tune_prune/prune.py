@@ -215,7 +215,6 @@ def _flag(name: str) -> str:
 def describe(folder: Path, about: Manifest) -> str:
     """What was saved, for the screen: sizes beside the dense model's, speeds where measured, and the next command."""
     from tune_prune.checkpoint import generation_speed, sizes
-    from tune_prune.checkpoint.gguf.gguf_vocab import IDS_ALONE
     from tune_prune.checkpoint.manifest import MANIFEST
     from tune_prune.cli.plan_text import shown_path
     from tune_prune.models.gguf import header
@@ -243,7 +242,7 @@ def describe(folder: Path, about: Manifest) -> str:
     where = folder
     if about.format == "gguf":
         where = folder / next(iter(about.files))
-        if not any(note.endswith(IDS_ALONE) for note in about.notes):  # llama-cli is for text
+        if about.for_text:
             lines += [f"load         llama-cli -m {shlex.quote(str(shown_path(where)))}"]
     else:
         code = ", trust_remote_code=True" if (folder / CODE).is_file() else ""

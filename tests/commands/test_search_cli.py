@@ -105,6 +105,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "name with a slash": ([*TINY, "--name", "a/b"], ["'a/b'", "--storage-path"]),
     "name upwards": ([*TINY, "--name", ".."], ["'..'", "--name"]),
     "long name": ([*TINY, "--name", "x" * 101], ["at most 100"]),
+    "name of more bytes than letters": ([*TINY, "--name", "剪" * 100], ["at most 100", "255 bytes"]),
     "long place": ([*TINY, "--storage-path", "x" * 300], ["which no file can be named by", "shorter name"]),
     "storage in an unknown place": ([*TINY, "--storage-path", "ftp://bucket/x"], ["ftp://b", "file://, s3://, gs://"]),
     "storage that is no folder": ([*TINY, "--storage-path", "/dev/null/x"], ["/dev/null is a file", "--storage-path"]),

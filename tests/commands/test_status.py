@@ -26,7 +26,8 @@ from tune_prune.cli import status
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, PassLog
+from tune_prune.core.records import StageReport
 from tune_prune.core.store import BASELINES, EXPERIMENT, STATUS, FolderStore
 from tune_prune.planning.draws import Draws
 from tune_prune.tuning.observers.status import StatusObserver, ended
@@ -111,6 +112,20 @@ def test_damaged_baselines_are_a_line_with_its_next_step_and_the_rest_counts(exp
     found = status.read(FolderStore(experiment), NOW)
     assert found["trials"]["done"] == 36 and found["models"]["alpha"]["dense_acc_mean"] is None
     assert found["damaged"][0] in status.text(found) and "restore it from a copy" in found["damaged"][0]
+
+
+def test_the_cost_of_a_pass_that_cannot_be_read_is_a_line_and_the_others_count(experiment: Path) -> None:
+    ledger = Ledger(FolderStore(experiment))
+    record = next(record for record in ledger.records() if record.status == "failed")
+    ledger.write(replace(record, resources={"gpu": 0.5}))  # passes run on a trial's share
+    passes, hours = PassLog(FolderStore(experiment)), status.read(FolderStore(experiment), NOW)["gpu_hours"]
+    for _ in range(2):
+        passes.write({"model": "alpha"}, StageReport("gradients", duration_s=7200.0))
+    (one, other) = (experiment / "passes").glob("*.json")
+    one.write_text("{")
+    found = status.read(FolderStore(experiment), NOW)
+    assert one.name in found["damaged"][0] and found["gpu_hours"] == pytest.approx(hours + 1)
+    assert other.name not in status.text(found)
 
 
 def test_the_best_is_that_by_the_objective_of_the_search(experiment: Path) -> None:

@@ -23,12 +23,11 @@ from tune_prune.core.ledger import (
     PassLog,
     read_baselines,
     read_costs,
-    stranger,
     trial_file,
     write_about,
     write_baselines,
 )
-from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.records import StageReport, TrialRecord, stranger
 from tune_prune.core.store import FolderStore, Store, open_store
 
 RECORD = TrialRecord(

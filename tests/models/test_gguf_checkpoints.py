@@ -17,7 +17,7 @@ from tests.models.conftest import SIZES, saved
 from tests.search_folders import data_folder
 from tune_prune import evaluate, prune
 from tune_prune.checkpoint import origin
-from tune_prune.checkpoint.gguf.gguf_vocab import IDS_ALONE
+from tune_prune.checkpoint.manifest import IDS_ALONE
 from tune_prune.core.errors import UserError
 from tune_prune.models import catalog, loading
 
@@ -86,6 +86,7 @@ def test_a_file_without_a_tokenizer_is_for_no_program_of_texts(tmp_path: Path, p
     flags = ["--model", "tiny-llama", "--method", "magnitude", "--format", "gguf", "--output", tmp_path / "small"]
     told = printed(prune.main, *flags)
     assert f"the GGUF file has none: {IDS_ALONE}" in told and "saved  " in told and "llama-cli" not in told
+    assert "```sh\nllama-cli" not in (card := (tmp_path / "small" / "README.md").read_text()) and IDS_ALONE in card
 
 
 def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, tmp_path: Path):

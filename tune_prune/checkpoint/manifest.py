@@ -36,6 +36,7 @@ from tune_prune.pruning.groups import PruningPlan
 
 MANIFEST = "tune_prune.json"
 SCHEMA_VERSION = 1
+IDS_ALONE = "it takes and gives token ids, not text"  # the end of a note of a file without a tokenizer
 _PIECE_BYTES = 2**20
 Format = Literal["hf", "hf-padded", "gguf"]
 
@@ -119,6 +120,11 @@ class Manifest:
                 raise ValueError(f"files names {name!r}; it must be the plain name of a file of the checkpoint")
         if not self.files:
             raise ValueError("files is empty; it must name the weight files")
+
+    @property
+    def for_text(self) -> bool:
+        """Whether programs can give the checkpoint text."""
+        return not any(note.endswith(IDS_ALONE) for note in self.notes)
 
     @property
     def base_name(self) -> str:

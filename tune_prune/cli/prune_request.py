@@ -17,7 +17,8 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, number, parse_json
-from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
+from tune_prune.core.ledger import Ledger, read_about, read_baselines
+from tune_prune.core.records import stranger
 from tune_prune.core.store import BASELINES, BEST_CONFIG, BEST_OF_MODEL, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE, unread

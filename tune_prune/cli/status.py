@@ -28,9 +28,9 @@ from tune_prune.analysis.statistics.rules import score
 from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import DamagedFile, to_json
-from tune_prune.core.ledger import Ledger, PassLog, read_baselines, required_about, stranger
+from tune_prune.core.ledger import Ledger, PassLog, read_baselines, required_about
 from tune_prune.core.process import machine
-from tune_prune.core.records import FAILURES, TrialRecord
+from tune_prune.core.records import FAILURES, TrialRecord, stranger
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal.escapes import printable
 from tune_prune.core.validation import Count, validated
@@ -124,6 +124,7 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
         search, damaged = None, [error, *damaged]
     objective = (about.get("settings") or {}).get("objective")
     told = [str(error) for error in damaged]
+    passes, unread = PassLog(store).readable()
     models = _best(store, records, baselines, objective if objective in MEASURES else "accuracy", told)
     return {
         "experiment": store.folder.name,
@@ -132,10 +133,10 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
         "search": search,
         "silent_seconds": None if search is None else _age(search["updated_at"], now),
         "trials": _trials(about, records),
-        "damaged": told,
+        "damaged": [*told, *map(str, unread)],
         "failures": _failures(records),
         "models": models,
-        "gpu_hours": gpu_hours([*records, *baselines.values()], PassLog(store).read()),
+        "gpu_hours": gpu_hours([*records, *baselines.values()], passes),
     }
 
 

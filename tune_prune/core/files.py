@@ -17,7 +17,7 @@ from typing import Any
 from tune_prune.core.errors import UserError
 
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-
+MAX_NAME, MAX_PATH = 255, 4096  # bytes of a file's or a folder's name and of a path, on most systems
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as atomic_write_bytes names them
 # What file systems without hard links answer: FAT, many FUSE mounts, and those on which a folder has a few or its own.

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import Any
 
-from tune_prune.core.config import ModelRun, PruningConfig, trial_key
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.hashing import is_sealed, sealed
@@ -168,7 +168,21 @@ class PassLog:
 
     def read(self) -> list[dict[str, Any]]:
         """All passes, in no order. Raises DamagedFile."""
-        return [values for name in self._store.names(PASSES) if (values := self._read(name)) is not None]
+        passes, damaged = self.readable()
+        if damaged:
+            raise damaged[0]
+        return passes
+
+    def readable(self) -> tuple[list[dict[str, Any]], list[DamagedFile]]:
+        """The passes that can be read, in no order, and what is wrong with the others."""
+        passes, damaged = [], []
+        for name in self._store.names(PASSES):
+            try:
+                if (values := self._read(name)) is not None:
+                    passes.append(values)
+            except DamagedFile as error:
+                damaged.append(error)
+        return passes, damaged
 
     def seal(self) -> None:
         """Write those of older versions as they are written today."""
@@ -224,33 +238,6 @@ def read_costs(store: Store) -> dict[str, Any] | None:
 
 def write_costs(store: Store, costs: Mapping[str, Any]) -> None:
     store.put(COST, sealed_text(COST, costs))
-
-
-def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
-    """How `record`, of a trial or a dense model, differs from the experiment that `about` (experiment.json) describes, as the end
-    of "it is ..."; "" where it is one of its own, as far as `about` tells."""
-    models = about.get("models")
-    if models is None:
-        return ""
-    if record.model not in models:
-        return f"of a model, {record.model}, that {EXPERIMENT} does not name"
-    entry = models[record.model]
-    meaning = entry.get("meaning", {})
-    config = PruningConfig.from_dict(record.config) if record.config else None
-    if "run" in entry and {"model", "data"} <= set(meaning):
-        data = meaning["data"]
-        if config is not None and config.calibration is not None:
-            data = meaning.get("texts", {}).get(config.calibration)
-        if data is None:
-            return f"of another search: {EXPERIMENT} does not name its calibration text"
-        key = trial_key(config, meaning["model"], data, validated(ModelRun, entry["run"]))
-        if record.key != key:
-            return f"of another search: its key would be {key} by the model, data and settings in {EXPERIMENT}"
-    for name in ("pruning_ratio", "shape") if config is not None else ():
-        own, searched = getattr(config, name), meaning.get(name)
-        if searched is not None and own not in (searched if isinstance(searched, list) else [searched]):
-            return f"of another search: its {name} is {own}, in {EXPERIMENT} {searched}"
-    return ""
 
 
 class AttemptLog:

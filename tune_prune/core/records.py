@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from tune_prune.core.config import ModelRun
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.files import NON_FINITE
+from tune_prune.core.store import EXPERIMENT
 from tune_prune.core.validation import Amount, Count, Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
@@ -228,3 +229,30 @@ class About:
     models: dict[str, _ModelAbout] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
+
+
+def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
+    """How `record`, of a trial or a dense model, differs from the experiment that `about` (experiment.json) describes, as the end
+    of "it is ..."; "" where it is one of its own, as far as `about` tells."""
+    models = about.get("models")
+    if models is None:
+        return ""
+    if record.model not in models:
+        return f"of a model, {record.model}, that {EXPERIMENT} does not name"
+    entry = models[record.model]
+    meaning = entry.get("meaning", {})
+    config = PruningConfig.from_dict(record.config) if record.config else None
+    if "run" in entry and {"model", "data"} <= set(meaning):
+        data = meaning["data"]
+        if config is not None and config.calibration is not None:
+            data = meaning.get("texts", {}).get(config.calibration)
+        if data is None:
+            return f"of another search: {EXPERIMENT} does not name its calibration text"
+        key = trial_key(config, meaning["model"], data, validated(ModelRun, entry["run"]))
+        if record.key != key:
+            return f"of another search: its key would be {key} by the model, data and settings in {EXPERIMENT}"
+    for name in ("pruning_ratio", "shape") if config is not None else ():
+        own, searched = getattr(config, name), meaning.get(name)
+        if searched is not None and own not in (searched if isinstance(searched, list) else [searched]):
+            return f"of another search: its {name} is {own}, in {EXPERIMENT} {searched}"
+    return ""

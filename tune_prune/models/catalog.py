@@ -15,6 +15,7 @@ from typing import Literal
 from tune_prune import embedded
 from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.files import MAX_NAME, MAX_PATH
 from tune_prune.models.gguf import files as gguf_files
 
 # alias -> hub id
@@ -29,8 +30,6 @@ HUB_ALIASES = {
     "mistral-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
     gguf_files.ALIAS: "HuggingFaceTB/SmolLM2-135M-Instruct",  # or the file of an installed package
 }
-
-MAX_NAME, MAX_PATH = 255, 4096  # bytes of a file's name and of a path, on most systems
 
 
 @dataclass(frozen=True)

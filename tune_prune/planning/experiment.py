@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import os
 import re
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ import pyarrow
 from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import DamagedFile
+from tune_prune.core.files import MAX_NAME, DamagedFile
 from tune_prune.core.hashing import is_sealed
 from tune_prune.core.ledger import (
     Ledger,
@@ -27,12 +28,11 @@ from tune_prune.core.ledger import (
     read_baselines,
     read_costs,
     required_about,
-    stranger,
     write_about,
     write_baselines,
     write_costs,
 )
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import TrialRecord, stranger
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.evaluation.item_scores import accuracies
@@ -46,10 +46,10 @@ RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy
 
 def experiment_dir(storage: Location, name: str | None, default_name: str) -> Location:
     """Where an experiment is, below `storage`, which is absolute. Raises UserError where it cannot be written; creates nothing."""
-    if name is not None and not re.fullmatch(r"\w[\w .+-]{0,99}", name):
+    if name is not None and not (re.fullmatch(r"\w[\w .+-]{0,99}", name) and len(os.fsencode(name)) <= MAX_NAME):
         raise UserError(
-            f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (its "
-            "parent folder is --storage-path)"
+            f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _ ({MAX_NAME} bytes), "
+            "e.g. my-search (its parent folder is --storage-path)"
         )
     if name == artifact_cache.FOLDER:
         raise UserError(f"--name {name} is reserved for the cache that experiments share; choose another name")

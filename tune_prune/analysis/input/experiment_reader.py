@@ -18,8 +18,8 @@ from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.ledger import Ledger, parse_baseline, read_about, read_costs, stranger
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.ledger import Ledger, parse_baseline, read_about, read_costs
+from tune_prune.core.records import TrialRecord, stranger
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Location, Store, open_store
 from tune_prune.core.validation import validated
 from tune_prune.core.values.speed import readable_speeds

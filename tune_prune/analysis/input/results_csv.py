@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from tune_prune.analysis.input.rows import (
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import MAX_NAME, MAX_PATH
 from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_file
 from tune_prune.core.values.hyperparameters import OLDER_NAMES
 
@@ -34,7 +36,6 @@ _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _SUCCESS = (
     dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False) | {"": None}
 )
-_MAX_NAME, _MAX_PATH = 255, 4096  # of a folder's name and of a path, on most systems
 _OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_ratio")  # known otherwise, too
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
@@ -69,7 +70,7 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     if "method" not in cells:
         note("it has no column method: methods are read from the names in output_dir")
     for line, name in cells.get("output_dir", pd.Series()).items():
-        if len(name) > _MAX_PATH or any(len(part) > _MAX_NAME for part in name.split("/")) or "\0" in name:
+        if len(name) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in name.split("/")) or "\0" in name:
             raise _wrong(
                 path, line, "output_dir", f"{name[:30]!r}... has {len(name):,} letters, which no folder can be named by"
             )

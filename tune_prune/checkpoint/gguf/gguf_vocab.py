@@ -24,11 +24,11 @@ from typing import Any
 import gguf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tune_prune.checkpoint.manifest import IDS_ALONE
 from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import load_tokenizer
 
-IDS_ALONE = "it takes and gives token ids, not text"
 SPACE = "\u2581"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
