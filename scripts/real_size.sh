@@ -72,6 +72,10 @@ done
 [ ${#steps[@]} -gt 0 ] || refuse "no step is named; name some of mistral, llama, qwen, 1b, 70b, recipe and smollm2"
 [ -n "$work" ] || refuse "--work is missing; name a folder with room for the models (14.5 GB for mistral)"
 [ -z "$data" ] || [ -d "$data/tasks" ] || refuse "--data $data has no folder tasks; docs/data.md has the layout"
+# All is measured before the file is written.
+if [ -n "$output" ] && { [ -d "$output" ] || [ ! -w "$(dirname "$output")" ]; }; then
+    refuse "--output $output cannot be written; name a file in an existing folder"
+fi
 output=${output:-$work/real_size.json}
 export HF_MODULES_CACHE=$work/modules # of the code in a checkpoint
 

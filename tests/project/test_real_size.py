@@ -124,6 +124,8 @@ def test_what_fails_is_said_and_the_rest_is_measured(time: str, tmp_path: Path) 
         (("mistral", "--work"), "--work needs a value"),
         (("--work", "DIR", "--data", "/nonexistent", "mistral"), "--data /nonexistent has no folder tasks"),
         (("--work", "DIR", "--tasks", "boolq,chess", "mistral"), "--tasks chess has no items"),
+        (("--work", "DIR", "--output", "DIR/none/sizes.json", "mistral"), "none/sizes.json cannot be written"),
+        (("--work", "DIR", "--output", "DIR", "mistral"), "cannot be written; name a file"),
     ],
 )
 def test_what_cannot_be_run_is_a_sentence(argv: tuple[str, ...], words: str, tmp_path: Path) -> None:
