@@ -36,6 +36,11 @@ from tune_prune.models.families import Family, family_of
 LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
 LLAMA_3_2 = LLAMA_3 | {"intermediate_size": 8192, "max_position_embeddings": 131_072, "tie_word_embeddings": True}
 QWEN_2_5: dict[str, Any] = {"vocab_size": 152_064, "max_position_embeddings": 131_072, "rope_theta": 1e6}
+GRANITE_3_3: dict[str, Any] = {
+    "vocab_size": 49_159, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "rope_theta": 1e7,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2-135m": ("llama", {
         "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -77,6 +82,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
         "rope_theta": 1e6,
+    }),
+    "smollm3-3b": ("smollm3", {
+        "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "max_position_embeddings": 65_536, "rope_theta": 5e6, "pad_token_id": None,
+    }),
+    "granite-3.3-2b": ("granite", GRANITE_3_3 | {
+        "hidden_size": 2048, "intermediate_size": 8192, "attention_multiplier": 0.015625, "logits_scaling": 8.0,
+    }),
+    "granite-3.3-8b": ("granite", GRANITE_3_3 | {
+        "hidden_size": 4096, "intermediate_size": 12_800, "attention_multiplier": 0.0078125, "logits_scaling": 16.0,
     }),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tests.residencies import in_way
 from tune_prune.cost_model.memory import Shapes
@@ -74,6 +74,10 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "kl streamed": ("", ()),
     "zero_shot": ("", ()),
     "zero_shot streamed": ("", ()),
+    "taylor of Qwen3": ("taylor", (10,)),
+    "gate_fisher of Qwen3": ("gate_fisher", (10,)),
+    "input_norms of Qwen3": ("input_norms", (10,)),
+    "evaluation of Qwen3": ("", ()),
     "taylor bfloat16": ("taylor", (10,)),
     "kfac bfloat16": ("kfac", (10,)),
     "removal bfloat16": ("block_removal", (6,)),
@@ -90,19 +94,21 @@ class Stage:
 
 
 def build(name: str) -> Stage:
-    """A Llama of four layers with what the plan says of it and the stage `name`, already run once on few tokens, so that
-    what torch itself takes at its first use is there."""
+    """A model of four layers, Llama if not said otherwise, with what the plan says of it and the stage `name`, already run once on
+    few tokens, so that what torch itself takes at its first use is there."""
     statistic, numbers = STAGES[name]
     wide = "wide" in name  # where solving takes more than a batch
     vocab = 500 if wide else 2000 if name.startswith("copies") else 8000
-    config = LlamaConfig(
+    config = (Qwen3Config if name.endswith("Qwen3") else LlamaConfig)(
         vocab_size=vocab,
         hidden_size=384,
         intermediate_size=3000 if wide else 1024,
         num_hidden_layers=4,
         num_attention_heads=6,
         num_key_value_heads=3,
+        head_dim=64,
         max_position_embeddings=512,
+        tie_word_embeddings=False,
     )
     dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
@@ -116,7 +122,7 @@ def build(name: str) -> Stage:
         way = replace(way, weights=LazyWeights(mapped, lambda name: torch.from_numpy(mapped[name].clone().numpy())))
     elif name.endswith("halved"):
         way = replace(RESIDENT, halvings=1)
-    family = family_of("llama")
+    family = family_of(config.model_type)
     shapes = Shapes(read_geometry(model, family), config, dtype.itemsize, "cpu")
     windows = torch.randint(vocab, (20, 256))
     if name.startswith("refit"):

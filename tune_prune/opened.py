@@ -74,20 +74,19 @@ class Model:
         take; None: what is free then. `base`: the model that a checkpoint was pruned from; None: where its manifest says."""
         self.device = loading.pick_device(device)
         self._source = catalog.resolve(run.model, run.revision)
-        self._config = loading.load_config(self._source)
-        self.manifest: Manifest | None = origin.verify(self._source, self._config)
+        self.hf_config = loading.load_config(self._source)  # of transformers
+        self.manifest: Manifest | None = origin.verify(self._source, self.hf_config)
         if self.manifest is not None and run.data_dir is None and self.manifest.base_name in embedded.MODEL_NAMES:
             run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
         recorded = None if self.manifest is None else self.manifest.source
         window = perplexity_window or (recorded or run).protocol.perplexity_window
         run = replace(run, protocol=replace(run.protocol, perplexity_window=window))
-        self.run, self.label = run, run.label
-        self.geometry = loading.config_geometry(self._config)[1]
-        self.params = self.geometry.total_params
+        self.geometry = loading.config_geometry(self.hf_config)[1]
+        self.run, self.label, self.params = run, run.label, self.geometry.total_params
         self.gguf, self.found_as = self._source.gguf, self._source.found_as
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
         if self._source.kind != "hub":
-            weight_files.check_weights(Path(self._source.location), loading.meta_model(self._config))
+            weight_files.check_weights(Path(self._source.location), loading.meta_model(self.hf_config))
         self._calibration, self._memory, self._base = calibration, memory, base
         self._loaded: LoadedModel | None = None
         self._fallback = Fallback()
@@ -155,17 +154,18 @@ class Model:
         """What `prune` is asked for, checked: `values` by the names of HYPERPARAMETERS, None or absent: the default.
         Raises UserError."""
         source = self._source
-        origin.require_dense(source, self._config)
+        origin.require_dense(source, self.hf_config)
         text = self._calibration or calibration.resolve(None, self.run.data_dir, source.kind == "embedded")
         run = replace(self.run, calibration=text)
         return prune_request.from_values(
-            DenseModel(source, run, self._config, self.geometry, self.tokenizer), values, align
+            DenseModel(source, run, self.hf_config, self.geometry, self.tokenizer), values, align
         )
 
     def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], object] = id) -> PrunedModel:
         """The pruned model of a request: by the plan of a search where there is one, else found as in a trial. Raises UserError."""
-        origin.require_dense(self._source, self._config)
-        if request.fingerprint is not None and not loading.is_model_of(request.fingerprint, self._source, self._config):
+        origin.require_dense(self._source, self.hf_config)
+        known = request.fingerprint
+        if known is not None and not loading.is_model_of(known, self._source, self.hf_config):
             raise UserError(
                 f"{self._source.location} is not the model that was searched (the contents of its files differ); name that one "
                 "with --base, or search again"
@@ -192,7 +192,7 @@ class Model:
         """The same while it is measured, without so many parameters; with `kl` beside its base model."""
         text = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
         tokens = len(calibration.tokenize(self.tokenizer, text)[: run.protocol.perplexity_tokens])
-        positions = self._config.max_position_embeddings
+        positions = self.hf_config.max_position_embeddings
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
         measured, itemsize = partial(self._shapes.evaluation, removed_params, *read), self._shapes.itemsize
         beside = [measuring.base_memory(self.base, itemsize, self.device, *read)] if kl else []
@@ -207,7 +207,7 @@ class Model:
 
     @property
     def _shapes(self) -> Shapes:
-        return Shapes(self.geometry, self._config, getattr(torch, self.run.dtype).itemsize, self.device)
+        return Shapes(self.geometry, self.hf_config, getattr(torch, self.run.dtype).itemsize, self.device)
 
     def _fastest(
         self,
@@ -348,7 +348,7 @@ class PrunedModel:
         require("dtype", dtype or "float32", ("float32", "bfloat16", "float16"))
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
-        kind = getattr(torch, dtype) if dtype else getattr(self.dense._config, "dtype", None) or torch.float32
+        kind = getattr(torch, dtype) if dtype else getattr(self.dense.hf_config, "dtype", None) or torch.float32
         about = self._recipe, self._request.origin(), path, format
         how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=round(shard_gb * 1e9), measure_speed=measure)
         return first_that_fits(

@@ -152,6 +152,10 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     UserError."""
     from tune_prune.cli.plan_text import shown_path
 
+    if fmt == "gguf":  # before hours of statistics
+        from tune_prune.checkpoint.gguf.architecture import check_config
+
+        check_config(dense.hf_config)
     say(f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters")
     if dense.found_as:
         say(f"weights      {dense.found_as}")

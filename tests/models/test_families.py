@@ -64,7 +64,7 @@ def from_config(model_type: str, **fields: object) -> nn.Module:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_row_describes_a_real_model_of_its_type(model_type):
-    model = from_config(model_type, **TINY, **HEADS)
+    model = from_config(model_type, **TINY, **HEADS, pad_token_id=0)
     family = family_of(model_type)
     assert family is FAMILIES[model_type] and model.config.model_type == model_type
     check_structure(model, family)
@@ -106,8 +106,8 @@ def test_costs_follow_the_formulas(tiny, variant):
     assert (geometry.hidden_size, geometry.head_dim, geometry.queries_per_kv, geometry.num_layers) == (hidden, d, g, 4)
     assert geometry.group_cost == (group,) * 4 and geometry.channel_cost == (channel,) * 4
     assert geometry.kv_heads == (4,) * 4 and geometry.mlp_width == (40,) * 4
-    assert geometry.last_group_extra == ((2 * d,) * 4 if model.config.model_type == "qwen3" else (0,) * 4)
-    stay = {"qwen2-sliding": (0, 2)}.get(variant, (0,))  # the first layer of each attention type
+    assert geometry.last_group_extra == ((2 * d,) * 4 if variant.startswith("qwen3") else (0,) * 4)
+    stay = (0, 2) if variant in ("qwen2-sliding", "smollm3") else (0,)  # the first layer of each attention type
     assert geometry.cache_layers == stay
     everything = 4 * (4 * group + 40 * channel + geometry.last_group_extra[0])
     assert geometry.prunable_params == everything - len(stay) * (group + geometry.last_group_extra[0])
@@ -144,13 +144,13 @@ def test_a_model_type_that_transformers_does_not_know_is_taken_for_a_typo():
 
 # What is said of the families that transformers has and the table has not, from meta-device models with two layers.
 FITTING = {
-    "smollm3": "Family('smollm3')",
     "seed_oss": "Family('seed_oss')",
-    "granite": "Family('granite')",
-    "gemma": "Family('gemma')",
     "olmo": "Family('olmo')",
     "helium": "Family('helium')",
     "cohere": "Family('cohere', layer_norms=('input_layernorm',))",  # attention and MLP in parallel
+    "exaone4": (
+        "Family('exaone4', head_norms=('q_norm', 'k_norm'), layer_norms=('post_attention_layernorm', 'post_feedforward_layernorm'))"
+    ),
 }
 NOT_FITTING = {
     "phi3": "have fused projections (self_attn.qkv_proj, mlp.gate_up_proj)",
@@ -158,10 +158,7 @@ NOT_FITTING = {
     "falcon": "(transformer.h) have fused projections (self_attention.query_key_value)",
     "gpt2": "(transformer.h) have fused projections (attn.c_attn)",
     "gpt_neox": "(gpt_neox.layers) have fused projections (attention.query_key_value)",
-    "gemma2": "have extra norms (pre_feedforward_layernorm, post_feedforward_layernorm)",
-    "gemma3_text": "have extra norms (pre_feedforward_layernorm, post_feedforward_layernorm)",
     "olmo2": "have extra norms (self_attn.q_norm, self_attn.k_norm, post_feedforward_layernorm)",
-    "exaone4": "have extra norms (post_feedforward_layernorm)",
     "bitnet": "have extra norms (self_attn.attn_sub_norm, mlp.ffn_sub_norm)",
     "mixtral": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
     "qwen3_moe": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
@@ -206,7 +203,16 @@ def test_a_family_that_does_not_fit_is_refused_with_the_reason(model_type, says)
     text = refused(model_type)
     assert f"model type {model_type!r} is not supported: its layers (" in text and says in text
     assert "did you mean" not in text and text.endswith(
-        "; choose a model of a supported family: llama, mistral, qwen2, qwen3"
+        "; choose a model of a supported family: llama, mistral, qwen2, qwen3, smollm3, granite"
+    )
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text"])
+def test_what_needs_a_bos_token_is_refused_though_its_layers_fit(model_type):
+    text = refused(model_type)
+    assert (
+        f"model type {model_type!r} is not supported: its models need a BOS token" in text
+        and "choose a model of a" in text
     )
 
 

@@ -82,6 +82,32 @@ def test_the_command_that_checks_a_file_is_said_where_it_can(
     assert "format gguf; config and weights are those" in printed(evaluate.main, *command[3:], *more)
 
 
+@pytest.mark.parametrize(
+    ("variant", "says"), [("mistral-sliding", "sliding_window is 5"), ("smollm3", "a smollm3 model")]
+)
+def test_what_no_file_can_hold_is_refused_before_anything_is_computed(
+    variant: str, says: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    dense = tmp_path / "dense"
+    build_tiny(variant, torch.float32, **SIZES).save_pretrained(dense)
+    PreTrainedTokenizerFast.from_pretrained(words).save_pretrained(dense)
+    flags = [
+        "--model",
+        str(dense),
+        "--method",
+        "taylor",
+        "--seq-len",
+        "16",
+        "--num-samples",
+        "8",
+        "--calibration",
+        "embedded",
+    ]
+    assert prune.main([*flags, "--format", "gguf", "--output", str(tmp_path / "small")]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and "tokens" not in said.out and not (tmp_path / "small").exists()
+
+
 def test_a_file_without_a_tokenizer_is_for_no_program_of_texts(tmp_path: Path, printed: Callable[..., str]):
     flags = ["--model", "tiny-llama", "--method", "magnitude", "--format", "gguf", "--output", tmp_path / "small"]
     told = printed(prune.main, *flags)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.errors import UserError
-from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.families import LAYER_LISTS, Family, decoder_layers
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.pruned import modeling_tune_prune
 from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
@@ -56,10 +56,10 @@ def compact(
             attention = layers[index].get_submodule(family.attention)
             if not isinstance(attention, RemovedBlock):
                 cast(Any, attention).layer_idx = number  # its place in the cache
-        kinds = getattr(pruned.config, "layer_types", None)
         pruned.config.num_hidden_layers = len(kept)
-        if kinds is not None:
-            pruned.config.layer_types = [kinds[index] for index in kept]
+        for name in LAYER_LISTS:
+            if (values := getattr(pruned.config, name, None)) is not None:
+                setattr(pruned.config, name, [values[index] for index in kept])
     return pruned, dropped
 
 

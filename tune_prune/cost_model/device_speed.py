@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
@@ -31,8 +30,9 @@ from tune_prune.cost_model.gpus import Card
 from tune_prune.evaluation.engine.prefix_trees import Rows, score_planned
 from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_log_probs
 from tune_prune.models import loading
-from tune_prune.models.families import decoder_layers, family_of
+from tune_prune.models.families import LAYER_LISTS, decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
+from tune_prune.models.head import Head
 from tune_prune.pruning.passes.batches import BATCH_TOKENS
 from tune_prune.pruning.statistics import Need, load_statistic
 
@@ -258,30 +258,26 @@ class _Bench:
         return run
 
     def _head(self, positions: int) -> Callable[[], object]:
-        hidden, targets = self._hidden(positions), self._tokens(1, positions)[0]
+        head, hidden, targets = Head(self.model), self._hidden(positions), self._tokens(1, positions)[0]
 
         def run() -> None:
             with torch.inference_mode():
-                token_log_probs(self._logits(hidden), targets)
+                token_log_probs(head(hidden), targets)
 
         return run
 
     def _head_gradient(self, positions: int) -> Callable[[], object]:
-        hidden, targets = self._hidden(positions).requires_grad_(True), self._tokens(1, positions)[0]
+        head, targets = Head(self.model), self._tokens(1, positions)[0]
+        hidden = self._hidden(positions).requires_grad_(True)
 
         def run() -> None:
-            F.cross_entropy(self._logits(hidden).float(), targets, reduction="sum").backward()
+            F.cross_entropy(head(hidden).float(), targets, reduction="sum").backward()
 
         return run
 
     def _hidden(self, positions: int) -> torch.Tensor:
         hidden = torch.randn(positions, self.model.config.hidden_size, generator=self.generator)
         return hidden.to(self.device, self.model.dtype)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head: nn.Module = self.model.get_output_embeddings()
-        logits: torch.Tensor = head(hidden)
-        return logits
 
     def _engine(self, forward: Line, head: float) -> float:
         """What padding, masks and laying out cost the zero-shot engine: its seconds over those of plain forward passes."""
@@ -324,8 +320,9 @@ def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.de
         for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"):
             setattr(config, name, getattr(config, name) // 2)
     config.num_hidden_layers = min(config.num_hidden_layers, max(1, room // layer_bytes))
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    for name in LAYER_LISTS:
+        if (values := getattr(config, name, None)) is not None:
+            setattr(config, name, values[: config.num_hidden_layers])
     config.vocab_size = min(config.vocab_size, MEASURED_VOCABULARY)
     config.pad_token_id = None
     config.tie_word_embeddings = True

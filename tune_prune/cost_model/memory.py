@@ -18,8 +18,8 @@ A worker holds the dense model all the time, unless its weights stay in their fi
 
 Saved per token and layer under sdpa attention, with H hidden size, Q width of the query heads, M channels: inputs of the
 projections 2 H + Q + M, queries, keys, values and output of the kernel 4 Q, the MLP's inner products 3 M, and the float32
-inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count the layers of a GPT); in float32 on a GPU, where
-query heads share keys, also scores of every head with the row's tokens: no fused kernel of torch's takes them.
+inputs of norms, of two 2 H (compare Korthikanti et al., arXiv:2205.05198, who count the layers of a GPT); in float32 on a GPU,
+where query heads share keys, also scores of every head with the row's tokens: no fused kernel of torch's takes them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tune_prune.cost_model.memory_plan import MemoryPlan, StageMemory
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
+from tune_prune.models.families import family_of
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
@@ -80,7 +81,7 @@ class Shapes:
     ) -> list[MemoryPlan]:
         """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
         `from_files`: whether weights can stay in their files; `removed_params`: of a copy that is trained."""
-        projections, backward = self._projections, any(work.backward for _, work in passes)
+        projections, backward = self.geometry.layer_params, any(work.backward for _, work in passes)
         process = PROCESS_BYTES[self.device] + any(work.adapter_rank for _, work in passes) * GRAPH_BYTES[self.device]
         # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
         weights = (self.geometry.total_params - sum(projections) + self._on_one(projections)) * self.itemsize
@@ -172,10 +173,10 @@ class Shapes:
         filled = self.itemsize * self.geometry.hidden_size * self._m if padding else 0
         if way.from_files and not way.pruned_whole:
             return StageMemory("pruning", str(way), self._two_layers, 0)
-        of = self.geometry.total_params if way.from_files else sum(self._projections)
+        of = self.geometry.total_params if way.from_files else sum(self.geometry.layer_params)
         left = of - removed_params
         if not way.from_files:  # what is removed may all be on other GPUs
-            left = min(left, self._on_one(self._projections))
+            left = min(left, self._on_one(self.geometry.layer_params))
         held = left * self.itemsize + padding
         return StageMemory("pruning", str(RESIDENT), held, max(filled, sum(self._ends) if way.from_files else 0))
 
@@ -183,7 +184,7 @@ class Shapes:
     def _two_layers(self) -> int:
         """Weights that stay in their files, while layers are brought: of two, and of the tensor that is just being read."""
         h = self.geometry.hidden_size
-        return self.itemsize * 2 * (max(self._projections) + 4 * h) + self._stored * h * max(self._q, self._m)
+        return self.itemsize * 2 * (max(self.geometry.layer_params) + 4 * h) + self._stored * h * max(self._q, self._m)
 
     @property
     def _stored(self) -> int:
@@ -265,7 +266,9 @@ class Shapes:
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
         layers, logits, heads = self.geometry.num_layers, self._logits(work), self._scores(work.row_tokens)
-        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h + heads  # of a token in a layer
+        family = family_of(self.config.model_type)
+        normed = len(family.layer_norms) * h + bool(family.head_norms) * (q + q // self.geometry.queries_per_kv)
+        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * normed + heads  # of a token in a layer
         if not (work.weight_sums or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
             saved -= item * 2 * h
         if work.adapter_rank:  # adapters in float32 save their inputs in it, too
@@ -287,7 +290,7 @@ class Shapes:
             squares = m * wide * (1 + bool(item % FLOAT32))  # their gradient in float32, and squared
             results = wide * most * (most + 4 * max(AT_ONCE, group))  # a Cholesky factor, columns of its inverse
         if way.by_layer:
-            sums = sums * max(self._projections) + products
+            sums = sums * max(self.geometry.layer_params) + products
             states = work.attention_tokens // layers * h * item
             states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
             head = logits * behind + tokens * h * (6 * item + 2 * FLOAT32)
@@ -298,7 +301,7 @@ class Shapes:
             need = max(head - sums, inner)
         else:
             here = layers_on(layers, self.gpus)
-            sums = sums * self._on_one(self._projections) + here * products
+            sums = sums * self._on_one(self.geometry.layer_params) + here * products
             inside = item * (3 * h + 4 * q + 4 * m) + squares + 2 * heads
             # Logits, too; they are gone before the first layer's backward pass.
             scores = logits * (beside + behind)
@@ -336,15 +339,6 @@ class Shapes:
         wide, summed = item + bool(item % FLOAT32) * FLOAT32 + max(item, FLOAT32), 8 if self.device == "cpu" else 18
         normed = item * 2 * h + FLOAT32 * 3 * h
         return max(plain, normed, squares * (max(q, m) * (wide + summed) + item * 3 * h))
-
-    @property
-    def _projections(self) -> list[int]:
-        """Weights of each layer's."""
-        g = self.geometry
-        return [
-            k * group + width * channel
-            for k, group, width, channel in zip(g.kv_heads, g.group_cost, g.mlp_width, g.channel_cost, strict=True)
-        ]
 
     def _on_one(self, of: Sequence[int]) -> int:
         """The most that one GPU has of what layers have."""

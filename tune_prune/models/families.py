@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LAYER_LISTS = ("layer_types", "no_rope_layers")  # fields of configs that have an entry for each layer
+
 # The projections' roles, by the block they belong to.
 ATTENTION = ("query", "key", "value", "output")
 MLP = ("gate", "up", "down")
@@ -68,6 +70,8 @@ FAMILIES = {
         Family("mistral"),
         Family("qwen2"),
         Family("qwen3", head_norms=("q_norm", "k_norm")),
+        Family("smollm3"),
+        Family("granite"),
     )
 }
 

@@ -59,16 +59,14 @@ class Geometry:
         """Everything that selection may remove: all groups and channels but one KV group of each cache layer, which is kept
         because cached decoding measures the past there (transformers in the first layer of each attention type, full or
         sliding; vLLM and llama.cpp in layer 0)."""
-        attention = sum(
-            k * cost + extra
-            for k, cost, extra in zip(self.kv_heads, self.group_cost, self.last_group_extra, strict=True)
-        )
-        channels = sum(m * cost for m, cost in zip(self.mlp_width, self.channel_cost, strict=True))
-        return (
-            attention
-            + channels
-            - sum(self.group_cost[layer] + self.last_group_extra[layer] for layer in self.cache_layers)
-        )
+        kept = sum(self.group_cost[layer] + self.last_group_extra[layer] for layer in self.cache_layers)
+        return sum(self.layer_params) + sum(self.last_group_extra) - kept
+
+    @property
+    def layer_params(self) -> tuple[int, ...]:
+        """Parameters of each layer's projections."""
+        groups = zip(self.kv_heads, self.group_cost, self.mlp_width, self.channel_cost, strict=True)
+        return tuple(k * group + width * channel for k, group, width, channel in groups)
 
 
 def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Elements of logits that are there at once. On a CPU 24 MB in float32: from 32 MB on, the C library asks the system for new
@@ -23,11 +23,27 @@ from transformers import PreTrainedModel
 MAX_LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 6 << 20}
 
 
+class Head:
+    """The output head of `model`, and the scale that its config has for logits: hidden states [..., H] -> logits [..., V]."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.projection: nn.Linear = model.get_output_embeddings()
+        self._scale = getattr(model.config, "logits_scaling", None)  # of Granite
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.projection.weight)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.projection(hidden)
+        return logits if self._scale is None else logits / self._scale
+
+
 class NextTokenLosses:
     """Losses of `model`, in nats and in float32 or better, on samples [B, T] of at least two tokens.
 
-    Where logits are what the head gives, the head runs on parts of the positions. A model that scales or caps its logits
-    afterwards makes those of all B samples at once.
+    Where logits are what `Head` gives, it runs on parts of the positions. A model that does something else to its logits makes
+    those of all B samples at once.
 
     `forward` is the model's forward pass. A model whose layers were run before (`runner.LayerRunner.tail`) has one that begins
     with what they gave, hidden states [B, T, H]: methods then take these as `given`, and `probe` [1, 2, H] is an example.
@@ -37,6 +53,7 @@ class NextTokenLosses:
         self, model: PreTrainedModel, forward: Callable[[Tensor], Any] | None = None, probe: Tensor | None = None
     ) -> None:
         self.model = model
+        self.head = Head(model)
         self.forward = forward or (lambda samples: model(input_ids=samples, use_cache=False))
         if probe is None:
             probe = torch.zeros((1, 2), dtype=torch.long, device=model.device)
@@ -51,7 +68,7 @@ class NextTokenLosses:
         given = samples if given is None else given
         if self.separate:
             hidden = self.head_inputs(given)[:, :-1].flatten(0, 1)
-            logits = (self._logits(part) for part in hidden.split(self.step))
+            logits = map(self.head, hidden.split(self.step))
             losses = [
                 _losses(part, wanted) for part, wanted in zip(logits, targets.flatten().split(self.step), strict=True)
             ]
@@ -73,7 +90,7 @@ class NextTokenLosses:
             return _divergences(self._logits_of(given, other)[inside], self.forward(given).logits[inside])
         step = max(1, self.step // 2)  # of two models
         parts = zip(dense.split(step), hidden[inside].split(step), strict=True)
-        return torch.cat([_divergences(self._logits(one), self._logits(own)) for one, own in parts])
+        return torch.cat([_divergences(self.head(one), self.head(own)) for one, own in parts])
 
     @torch.enable_grad()
     def backward(self, samples: Tensor, given: Tensor | None = None, dense: Tensor | None = None) -> None:
@@ -97,8 +114,8 @@ class NextTokenLosses:
 
         def differ(hidden: Tensor, wanted: Tensor) -> Tensor:  # no logits stay until the next part's
             if dense is None:
-                return _losses(self._logits(hidden), wanted)
-            return _divergences(self._logits(wanted), self._logits(hidden))
+                return _losses(self.head(hidden), wanted)
+            return _divergences(self.head(wanted), self.head(hidden))
 
         parts = []
         for part, wanted in zip(inputs.split(step), targets.split(step), strict=True):
@@ -108,10 +125,6 @@ class NextTokenLosses:
         gradient = torch.zeros_like(hidden)
         gradient[:, :-1] = torch.cat(parts).view(len(samples), -1, hidden.shape[2])
         hidden.backward(gradient)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits
 
     @torch.no_grad()
     def _logits_of(self, given: Tensor, dense: Tensor) -> Tensor:
@@ -138,11 +151,10 @@ class NextTokenLosses:
 
     @torch.no_grad()
     def _head_comes_last(self, probe: Tensor) -> bool:
-        head = self.model.get_output_embeddings()
-        if head is None:
+        if self.model.get_output_embeddings() is None:
             return False
         hidden, logits = self._first_logits(probe, 2)
-        return torch.equal(head(hidden), logits)
+        return torch.equal(self.head(hidden), logits)
 
 
 @contextmanager

@@ -7,7 +7,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from tune_prune.models.pruned import configuration_tune_prune, modeling_tune_prune
 
 # model_type of the dense family -> the stem of its class names
-STEMS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+STEMS = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+}
 PREFIX = "tune_prune_"  # of the model types of pruned checkpoints
 
 

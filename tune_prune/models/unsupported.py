@@ -40,13 +40,18 @@ def check_quantisation(values: Mapping[str, Any], location: str) -> None:
 def reason(model: PreTrainedModel) -> str:
     """One sentence for the user: which row to add for `model`, or why there can be none."""
     model_type = model.config.model_type
+    supported = ", ".join(FAMILIES)
+    if model_type.startswith("gemma"):
+        return (
+            f"model type {model_type!r} is not supported: its models need a BOS token in front of every text, and windows of "
+            f"calibration and perplexity texts have none; choose a model of a supported family: {supported}"
+        )
     row = fitting_row(model)
     if row is not None:
         return (
             f"model type {model_type!r} is not supported yet, but its layers fit: add {shown(row)} to FAMILIES in "
             f"{Path(families.__file__)}, and test it as CONTRIBUTING.md says (Recipe: a decoder family)"
         )
-    supported = ", ".join(FAMILIES)
     return f"model type {model_type!r} is not supported: {_obstacle(model)}; choose a model of a supported family: {supported}"
 
 
@@ -64,7 +69,7 @@ def fitting_row(model: PreTrainedModel) -> Family | None:
         head_norms=tuple(
             name for name, part in attention.named_children() if "norm" in name and _size(part) == head_dim
         ),
-        layer_norms=tuple(name for name in row.layer_norms if hasattr(layer, name)),
+        layer_norms=tuple(name for name, _ in layer.named_children() if "norm" in name),
         heads_divide_hidden=_heads_divide_hidden(model.config),
     )
     try:

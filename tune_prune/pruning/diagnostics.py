@@ -18,11 +18,7 @@ def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
         kv_heads, width = geometry.kv_heads[layer], geometry.mlp_width[layer]
         removed = (kv_heads - groups) * geometry.group_cost[layer] + (width - channels) * geometry.channel_cost[layer]
         removed += geometry.last_group_extra[layer] if groups == 0 else 0
-        before = (
-            kv_heads * geometry.group_cost[layer]
-            + width * geometry.channel_cost[layer]
-            + geometry.last_group_extra[layer]
-        )
+        before = geometry.layer_params[layer] + geometry.last_group_extra[layer]
         layers.append(
             {
                 "layer": layer,

@@ -64,7 +64,7 @@ def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
     Raises UserError where none can, with every reason, and ValueError where the first layer has no attention."""
     if not widths(model, family)[0].kv_heads:
         raise ValueError("the first layer has no attention: llama.cpp would read the head size and the cache there")
-    _check_config(model.config)
+    check_config(model.config)
     _check_parameters(model, family)
     reasons = []
     uniform_helps = False
@@ -105,8 +105,13 @@ def _unsupported(reason: str, first: str = "") -> UserError:
     )
 
 
-def _check_config(config: PretrainedConfig) -> None:
+def check_config(config: PretrainedConfig) -> None:
     """Raise UserError for what no graph of these architectures computes."""
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"GGUF files are written of {', '.join(ARCHITECTURES)} models, and this is a {config.model_type} model; search with "
+            "--shape uniform, save it with --format hf and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+        )
     if config.hidden_act != "silu":
         raise _unsupported(f"hidden_act is {config.hidden_act!r}, its graphs support only 'silu'")
     window = getattr(config, "sliding_window", None)

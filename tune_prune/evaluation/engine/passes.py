@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tune_prune.evaluation.engine.scored_positions import at_positions, layer_at_positions, values_at
-from tune_prune.models.head import NextTokenLosses, head_input
+from tune_prune.models.head import Head, NextTokenLosses, head_input
 from tune_prune.models.runner.layer_runner import LayerRunner
 
 
@@ -33,17 +33,17 @@ class Batch:
 
 
 # Of each batch of a block, one after the other: logits [P, V] and None, or what the head is given [P, H] and the head.
-Pass = Callable[[Sequence[Batch]], Iterator[tuple[Tensor, nn.Module | None]]]
+Pass = Callable[[Sequence[Batch]], Iterator[tuple[Tensor, Head | None]]]
 
 
 def whole_model(model: PreTrainedModel, head_in_parts: bool) -> Pass:
     """With `head_in_parts` the head is left to the caller, where it comes last."""
-    in_parts = head_in_parts and NextTokenLosses(model).separate
+    head = _in_parts(NextTokenLosses(model)) if head_in_parts else None
 
-    def run(block: Sequence[Batch]) -> Iterator[tuple[Tensor, nn.Module | None]]:
+    def run(block: Sequence[Batch]) -> Iterator[tuple[Tensor, Head | None]]:
         for batch in block:
             with batch.attention(), at_positions(model, batch.positions):
-                found = _outcome(model, in_parts, model, input_ids=batch.tokens, use_cache=False, **batch.extra)
+                found = _outcome(model, head, model, input_ids=batch.tokens, use_cache=False, **batch.extra)
             yield found
 
     return run
@@ -52,7 +52,7 @@ def whole_model(model: PreTrainedModel, head_in_parts: bool) -> Pass:
 def layer_by_layer(runner: LayerRunner, head_in_parts: bool) -> Pass:
     """The same by layers."""
 
-    def run(block: Sequence[Batch]) -> Iterator[tuple[Tensor, nn.Module | None]]:
+    def run(block: Sequence[Batch]) -> Iterator[tuple[Tensor, Head | None]]:
         batches = dict(enumerate(block))
         carried = runner.embedded(
             {number: batch.tokens for number, batch in batches.items()},
@@ -66,18 +66,22 @@ def layer_by_layer(runner: LayerRunner, head_in_parts: bool) -> Pass:
                     hidden = carried.run(layer, index, number, carried.states[number])
                 carried.states[number] = values_at(hidden, batch.positions) if last else hidden
         with runner.tail() as losses:
-            in_parts = head_in_parts and losses.separate
+            head = _in_parts(losses) if head_in_parts else None
             for number in batches:
                 # A row for each position: what stands behind the layers takes each by itself.
-                yield _outcome(losses.model, in_parts, losses.forward, carried.states.pop(number)[:, None])
+                yield _outcome(losses.model, head, losses.forward, carried.states.pop(number)[:, None])
 
     return run
 
 
+def _in_parts(losses: NextTokenLosses) -> Head | None:
+    return losses.head if losses.separate else None
+
+
 def _outcome(
-    model: PreTrainedModel, in_parts: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[Tensor, nn.Module | None]:
-    if not in_parts:
+    model: PreTrainedModel, head: Head | None, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Tensor, Head | None]:
+    if head is None:
         return forward(*args, **kwargs).logits.flatten(0, 1), None
     seen: list[Tensor] = []
 
@@ -87,4 +91,4 @@ def _outcome(
 
     with head_input(model, kept_back):
         forward(*args, **kwargs)
-    return seen[0].flatten(0, 1), model.get_output_embeddings()
+    return seen[0].flatten(0, 1), head

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.passes import Batch, Pass, layer_by_layer, whole_model
 from tune_prune.models.families import family_of
-from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS, Head
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
@@ -161,7 +161,7 @@ def score_rows(
     rows = sorted(rows, key=lambda row: (row.masked, -len(row.tokens)))
     device = residency.device or model.device
     budget = batch_tokens or default_batch_tokens(model.config, device.type)
-    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if device.type == "cpu" else budget
+    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // Head(model).vocabulary if device.type == "cpu" else budget
     longest = max(len(row.tokens) for row in rows)
     budget = residency.at_once(min(budget, len(rows) * longest))
     start = 0
@@ -242,11 +242,6 @@ def _prepared(model: PreTrainedModel, device: torch.device, rows: Sequence[Row])
     return Batch(ids, at, extra, partial(kind.attention, model, device)), predicting
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
-    head = model.get_output_embeddings()
-    return len(head.weight)
-
-
 def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np.ndarray:
     """`count` sequences, each at most `width` long, as an int64 array [count, width], filled up on the right."""
     padded = np.full((count, width), filler, dtype=np.int64)
@@ -256,7 +251,7 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
 
 
 def token_log_probs(
-    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Module | None = None
+    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: Head | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
@@ -269,7 +264,7 @@ def token_log_probs(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
     likeliest = torch.zeros(len(targets), dtype=torch.bool, device=logits.device)
-    vocabulary = logits.shape[-1] if head is None else len(head.weight)  # type: ignore[arg-type]
+    vocabulary = logits.shape[-1] if head is None else head.vocabulary
     step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // vocabulary)
     for start in range(0, len(logits), step):
         part = logits[start : start + step]

@@ -13,7 +13,15 @@ import copy
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 SKIPPED = ("attention", "mlp")
@@ -67,3 +75,13 @@ class PrunedQwen2Config(PrunedConfig, Qwen2Config):
 @strict
 class PrunedQwen3Config(PrunedConfig, Qwen3Config):
     model_type = "tune_prune_qwen3"
+
+
+@strict
+class PrunedSmolLM3Config(PrunedConfig, SmolLM3Config):
+    model_type = "tune_prune_smollm3"
+
+
+@strict
+class PrunedGraniteConfig(PrunedConfig, GraniteConfig):
+    model_type = "tune_prune_granite"

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    GraniteForCausalLM,
+    GraniteModel,
     LlamaForCausalLM,
     LlamaModel,
     MistralForCausalLM,
@@ -24,14 +26,18 @@ from transformers import (
     Qwen2Model,
     Qwen3ForCausalLM,
     Qwen3Model,
+    SmolLM3ForCausalLM,
+    SmolLM3Model,
 )
 
 from .configuration_tune_prune import (
     PrunedConfig,
+    PrunedGraniteConfig,
     PrunedLlamaConfig,
     PrunedMistralConfig,
     PrunedQwen2Config,
     PrunedQwen3Config,
+    PrunedSmolLM3Config,
 )
 
 # What a layer can skip: the module's name in it, and the projection whose bias stays.
@@ -168,3 +174,35 @@ class PrunedQwen3ForCausalLM(Qwen3ForCausalLM):
     def __init__(self, config: PrunedQwen3Config) -> None:
         super().__init__(_one_layer(config))
         _put_decoder(self, config, PrunedQwen3Model)
+
+
+class PrunedSmolLM3Model(SmolLM3Model):
+    config_class = PrunedSmolLM3Config
+
+    def __init__(self, config: PrunedSmolLM3Config) -> None:
+        super().__init__(_one_layer(config))
+        _put_layers(self, config)
+
+
+class PrunedSmolLM3ForCausalLM(SmolLM3ForCausalLM):
+    config_class = PrunedSmolLM3Config
+
+    def __init__(self, config: PrunedSmolLM3Config) -> None:
+        super().__init__(_one_layer(config))
+        _put_decoder(self, config, PrunedSmolLM3Model)
+
+
+class PrunedGraniteModel(GraniteModel):
+    config_class = PrunedGraniteConfig
+
+    def __init__(self, config: PrunedGraniteConfig) -> None:
+        super().__init__(_one_layer(config))
+        _put_layers(self, config)
+
+
+class PrunedGraniteForCausalLM(GraniteForCausalLM):
+    config_class = PrunedGraniteConfig
+
+    def __init__(self, config: PrunedGraniteConfig) -> None:
+        super().__init__(_one_layer(config))
+        _put_decoder(self, config, PrunedGraniteModel)
