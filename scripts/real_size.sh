@@ -73,7 +73,8 @@ done
 [ -n "$work" ] || refuse "--work is missing; name a folder with room for the models (14.5 GB for mistral)"
 [ -z "$data" ] || [ -d "$data/tasks" ] || refuse "--data $data has no folder tasks; docs/data.md has the layout"
 # All is measured before the file is written.
-if [ -n "$output" ] && { [ -d "$output" ] || [ ! -w "$(dirname "$output")" ]; }; then
+into=$(dirname "$output")
+if [ -n "$output" ] && { [ -d "$output" ] || [ ! -w "$into" ] && [ "$into" != "$work" ]; }; then
     refuse "--output $output cannot be written; name a file in an existing folder"
 fi
 output=${output:-$work/real_size.json}

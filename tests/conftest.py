@@ -53,6 +53,13 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}
+
 # Every family as it is, and what its config can switch on: more biases, tied embeddings, sliding windows.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in FAMILIES} | {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -60,7 +67,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
     "mistral-sliding": ("mistral", {"sliding_window": 5}),
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     "qwen3-biases-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-    "smollm3": (
+    "smollm3": ("smollm3", {"pad_token_id": None, "no_rope_layers": [1, 1, 0, 1]}),
+    "smollm3-sliding-biases": (
         "smollm3",
         {
             "pad_token_id": None,
@@ -69,20 +77,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
             "sliding_window": 5,
             "attention_bias": True,
             "mlp_bias": True,
-            "tie_word_embeddings": False,
         },
     ),
-    "granite": (
+    "granite": ("granite", GRANITE),
+    "granite-biases-tied": (
         "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.3,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
+        {**GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3Config
 
 from tests.residencies import in_way
 from tune_prune.cost_model.memory import Shapes
@@ -78,6 +78,7 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "gate_fisher of Qwen3": ("gate_fisher", (10,)),
     "input_norms of Qwen3": ("input_norms", (10,)),
     "evaluation of Qwen3": ("", ()),
+    "evaluation of Granite": ("", ()),
     "taylor bfloat16": ("taylor", (10,)),
     "kfac bfloat16": ("kfac", (10,)),
     "removal bfloat16": ("block_removal", (6,)),
@@ -99,7 +100,8 @@ def build(name: str) -> Stage:
     statistic, numbers = STAGES[name]
     wide = "wide" in name  # where solving takes more than a batch
     vocab = 500 if wide else 2000 if name.startswith("copies") else 8000
-    config = (Qwen3Config if name.endswith("Qwen3") else LlamaConfig)(
+    families = {"Qwen3": Qwen3Config, "Granite": GraniteConfig}
+    config = families.get(name.rpartition(" ")[2], LlamaConfig)(
         vocab_size=vocab,
         hidden_size=384,
         intermediate_size=3000 if wide else 1024,

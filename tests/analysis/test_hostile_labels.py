@@ -224,6 +224,8 @@ def test_results_files_come_back_unchanged(tmp_path: Path) -> None:
     [
         ("output_dir", "x" * 300, "column output_dir: 'xxx"),
         ("output_dir", "a/" * 3000, "column output_dir"),
+        ("output_dir", "剪" * 100, "column output_dir"),
+        ("output_dir", "剪/" * 1200, "has 4,800 bytes"),
         ("model", "x" * 300, "300 letters; a name has 1 to 100"),
         ("model", "\x1b[31mred", "no control characters"),
     ],

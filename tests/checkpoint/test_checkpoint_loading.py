@@ -71,7 +71,7 @@ def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, reque
         assert kernels == ["sdpa", "eager"], name
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "linear", "llama3", "longrope"])
 def test_scaled_rotary_frequencies_come_back(family, kind, tmp_path):
     """Each kind reads the config in its own way when a model is loaded; dynamic ones also where a text is longer than the limit."""
@@ -184,6 +184,8 @@ def test_the_config_says_what_each_layer_is(cases):
     dropped = json.loads((cases["qwen2-sliding/both of a middle layer"].folder / "config.json").read_text("utf-8"))
     assert dropped["num_hidden_layers"] == 3
     assert dropped["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
+    dropped = json.loads((cases["smollm3/both of a middle layer"].folder / "config.json").read_text("utf-8"))
+    assert dropped["no_rope_layers"] == [1, 0, 1]
 
 
 def load(case: Case, **how: Any) -> PreTrainedModel:

@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "granite",
         "dense",
         {},
-        r"of llama, mistral, qwen2, qwen3 models, .* a granite model; .* --shape uniform, .* convert_hf",
+        r"of llama, mistral, qwen2, qwen3 models, .* a granite model; save it with --format hf or ",
     ),
     "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs support only 'silu'"),
     "dynamic rope": (

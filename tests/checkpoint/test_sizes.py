@@ -30,8 +30,10 @@ DENSE_PARAMS = {
     "mistral-sliding": 38_176,
     "qwen2-sliding": 38_176 + 4 * (48 + 24 + 24),
     "qwen3-biases-tied": 38_176 + 4 * (6 + 6) + 4 * (48 + 24 + 24 + 32) - 2_048,
-    "smollm3": 38_176 + 4 * (48 + 24 + 24 + 32 + 40 + 40 + 32),
-    "granite": 38_176 + 4 * (48 + 24 + 24 + 32 + 40 + 40 + 32) - 2_048,
+    "smollm3": 38_176,
+    "smollm3-sliding-biases": 38_176 + 4 * (48 + 24 + 24 + 32 + 40 + 40 + 32),
+    "granite": 38_176,
+    "granite-biases-tied": 38_176 + 4 * (48 + 24 + 24 + 32 + 40 + 40 + 32) - 2_048,
 }
 # Groups kept: 2, 0, 3, 1 of 4; channels kept: 10, 7, 0, 40 of 40. So 10 groups and 103 channels go.
 KEPT_GROUPS = ((1, 3), (), (0, 1, 2), (2,))
@@ -43,8 +45,8 @@ REMOVED_BESIDE = {  # 24 biases of q, k and v with each group, 2 of gate and up 
     "qwen3": 12,
     "llama-biases": 10 * 24 + 103 * 2,
     "qwen3-biases-tied": 10 * 24 + 12,
-    "smollm3": 10 * 24 + 103 * 2,
-    "granite": 10 * 24 + 103 * 2,
+    "smollm3-sliding-biases": 10 * 24 + 103 * 2,
+    "granite-biases-tied": 10 * 24 + 103 * 2,
 }
 
 

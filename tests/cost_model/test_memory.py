@@ -49,6 +49,7 @@ QUICK = (
     "block_influence",
     "evaluation",
     "evaluation halved",
+    "evaluation of Granite",
     "kl",
     "zero_shot",
     "steps of norms",

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.conftest import VARIANTS
 from tune_prune.core.errors import UserError
 from tune_prune.models import unsupported
-from tune_prune.models.families import FAMILIES, Family, check_structure, decoder_layers, family_of
+from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure, decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import config_geometry
 from tune_prune.models.registration import STEMS
@@ -107,7 +107,9 @@ def test_costs_follow_the_formulas(tiny, variant):
     assert geometry.group_cost == (group,) * 4 and geometry.channel_cost == (channel,) * 4
     assert geometry.kv_heads == (4,) * 4 and geometry.mlp_width == (40,) * 4
     assert geometry.last_group_extra == ((2 * d,) * 4 if variant.startswith("qwen3") else (0,) * 4)
-    stay = (0, 2) if variant in ("qwen2-sliding", "smollm3") else (0,)  # the first layer of each attention type
+    stay = (
+        (0, 2) if "sliding" in variant and variant != "mistral-sliding" else (0,)
+    )  # the first layer of each attention type
     assert geometry.cache_layers == stay
     everything = 4 * (4 * group + 40 * channel + geometry.last_group_extra[0])
     assert geometry.prunable_params == everything - len(stay) * (group + geometry.last_group_extra[0])
@@ -148,9 +150,6 @@ FITTING = {
     "olmo": "Family('olmo')",
     "helium": "Family('helium')",
     "cohere": "Family('cohere', layer_norms=('input_layernorm',))",  # attention and MLP in parallel
-    "exaone4": (
-        "Family('exaone4', head_norms=('q_norm', 'k_norm'), layer_norms=('post_attention_layernorm', 'post_feedforward_layernorm'))"
-    ),
 }
 NOT_FITTING = {
     "phi3": "have fused projections (self_attn.qkv_proj, mlp.gate_up_proj)",
@@ -159,6 +158,7 @@ NOT_FITTING = {
     "gpt2": "(transformer.h) have fused projections (attn.c_attn)",
     "gpt_neox": "(gpt_neox.layers) have fused projections (attention.query_key_value)",
     "olmo2": "have extra norms (self_attn.q_norm, self_attn.k_norm, post_feedforward_layernorm)",
+    "exaone4": "have extra norms (post_feedforward_layernorm)",
     "bitnet": "have extra norms (self_attn.attn_sub_norm, mlp.ffn_sub_norm)",
     "mixtral": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
     "qwen3_moe": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
@@ -207,7 +207,7 @@ def test_a_family_that_does_not_fit_is_refused_with_the_reason(model_type, says)
     )
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("model_type", NEED_BOS)
 def test_what_needs_a_bos_token_is_refused_though_its_layers_fit(model_type):
     text = refused(model_type)
     assert (

@@ -84,7 +84,6 @@ def kept_columns(plan: PruningPlan, layer: int, role: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "qwen3", "llama-biases"])
 def test_weights_are_those_of_numpy(tiny, variant, name):
     model, samples, damping = tiny(variant, torch.float64), windows(), 0.3
     plan = plan_of(model, name)

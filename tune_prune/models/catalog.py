@@ -76,10 +76,10 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
             return _packaged()
     if name in HUB_ALIASES:
         return ModelSource(name, HUB_ALIASES[name], "hub", revision, name)
-    if len(name) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in name.split(os.sep)):
+    if len(os.fsencode(name)) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in name.split(os.sep)):
         raise UserError(
-            f"the name of the model has {len(name):,} letters ({name[:30]!r}...), and a path has at most {MAX_PATH:,}, {MAX_NAME} "
-            "between two slashes; give an alias, a hub id or a folder"
+            f"the name of the model has {len(os.fsencode(name)):,} bytes ({name[:30]!r}...), and a path has at most {MAX_PATH:,}, "
+            f"{MAX_NAME} between two slashes; give an alias, a hub id or a folder"
         )
     path = Path(name).expanduser()
     if path.is_dir():

@@ -76,6 +76,9 @@ FAMILIES = {
 }
 
 
+# Whose models need a BOS token in front of every text, which windows of calibration and perplexity texts do not have.
+NEED_BOS = ("gemma", "gemma2", "gemma3_text")
+
 # What stands before the family's name in the model_type of a pruned checkpoint.
 PRUNED_PREFIX = "tune_prune_"
 

@@ -36,7 +36,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.projection(hidden)
-        return logits if self._scale is None else logits / self._scale
+        return logits if self._scale is None else logits.div_(self._scale)  # a second tensor of them is in no plan
 
 
 class NextTokenLosses:

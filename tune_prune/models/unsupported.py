@@ -19,7 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.errors import UserError
 from tune_prune.models import families
-from tune_prune.models.families import FAMILIES, Family, check_structure
+from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure
 
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|up_gate", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|router")
@@ -41,7 +41,7 @@ def reason(model: PreTrainedModel) -> str:
     """One sentence for the user: which row to add for `model`, or why there can be none."""
     model_type = model.config.model_type
     supported = ", ".join(FAMILIES)
-    if model_type.startswith("gemma"):
+    if model_type in NEED_BOS:
         return (
             f"model type {model_type!r} is not supported: its models need a BOS token in front of every text, and windows of "
             f"calibration and perplexity texts have none; choose a model of a supported family: {supported}"
@@ -69,7 +69,7 @@ def fitting_row(model: PreTrainedModel) -> Family | None:
         head_norms=tuple(
             name for name, part in attention.named_children() if "norm" in name and _size(part) == head_dim
         ),
-        layer_norms=tuple(name for name, _ in layer.named_children() if "norm" in name),
+        layer_norms=tuple(name for name in row.layer_norms if hasattr(layer, name)),
         heads_divide_hidden=_heads_divide_hidden(model.config),
     )
     try:

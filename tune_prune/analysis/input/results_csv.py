@@ -70,9 +70,16 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     if "method" not in cells:
         note("it has no column method: methods are read from the names in output_dir")
     for line, name in cells.get("output_dir", pd.Series()).items():
-        if len(name) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in name.split("/")) or "\0" in name:
+        if (
+            len(os.fsencode(name)) > MAX_PATH
+            or any(len(os.fsencode(part)) > MAX_NAME for part in name.split("/"))
+            or "\0" in name
+        ):
             raise _wrong(
-                path, line, "output_dir", f"{name[:30]!r}... has {len(name):,} letters, which no folder can be named by"
+                path,
+                line,
+                "output_dir",
+                f"{name[:30]!r}... has {len(os.fsencode(name)):,} bytes, which no folder can be named by",
             )
     cells = cells.reindex(columns=[*cells, *(name for name in _OPTIONAL if name not in cells)], fill_value="")
     rows = pd.DataFrame({name: _values(path, cells[name]) for name in cells})

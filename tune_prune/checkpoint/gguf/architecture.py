@@ -109,8 +109,8 @@ def check_config(config: PretrainedConfig) -> None:
     """Raise UserError for what no graph of these architectures computes."""
     if config.model_type not in ARCHITECTURES:
         raise UserError(
-            f"GGUF files are written of {', '.join(ARCHITECTURES)} models, and this is a {config.model_type} model; search with "
-            "--shape uniform, save it with --format hf and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+            f"GGUF files are written of {', '.join(ARCHITECTURES)} models, and this is a {config.model_type} model; save it with "
+            "--format hf or --format hf-padded"
         )
     if config.hidden_act != "silu":
         raise _unsupported(f"hidden_act is {config.hidden_act!r}, its graphs support only 'silu'")

@@ -175,9 +175,9 @@ class _Watch:
 
 @contextmanager
 def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> Iterator[_Watch]:
-    """Within it, what goes into the projections of `found` is added up. Every family's layer adds what o and down put out to the
-    residual stream that it was given, one after the other."""
-    watch, parts = _Watch(), family.linears(layer)
+    """Within it, what goes into the projections of `found` is added up. Every family's layer adds what o and down put out, scaled
+    or not, to the residual stream that it was given, one after the other."""
+    watch, parts, scale = _Watch(), family.linears(layer), getattr(layer, "residual_multiplier", 1.0)  # of Granite
 
     def begin(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         watch.stream = args[0]
@@ -185,7 +185,7 @@ def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> 
     def hook(role: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def take(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             assert watch.stream is not None
-            watch.stream = watch.stream.to(output.device) + output
+            watch.stream = watch.stream.to(output.device) + (output if scale == 1 else scale * output)
             if role in found:
                 found[role].add(args[0], watch.stream, watch.held)
 
