@@ -36,6 +36,11 @@ class DamagedFile(UserError):
         return f"{self.path} is {self.what}; {self.step}"
 
 
+def is_too_long(path: str) -> bool:
+    """Whether no file or folder can have that path, or one of its parts as its name: both are bounded in bytes."""
+    return len(os.fsencode(path)) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in path.split("/"))
+
+
 def to_json(value: Any, indent: int | None = 2, plain_ascii: bool = False) -> str:
     """The text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented (None: one line), a newline
     at the end; `plain_ascii`: for streams, with every other letter spelt out, so that nothing in it acts on a terminal.

@@ -15,7 +15,7 @@ from typing import Literal
 from tune_prune import embedded
 from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.files import MAX_NAME, MAX_PATH
+from tune_prune.core.files import MAX_NAME, MAX_PATH, is_too_long
 from tune_prune.models.gguf import files as gguf_files
 
 # alias -> hub id
@@ -76,7 +76,7 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
             return _packaged()
     if name in HUB_ALIASES:
         return ModelSource(name, HUB_ALIASES[name], "hub", revision, name)
-    if len(os.fsencode(name)) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in name.split(os.sep)):
+    if is_too_long(name):
         raise UserError(
             f"the name of the model has {len(os.fsencode(name)):,} bytes ({name[:30]!r}...), and a path has at most {MAX_PATH:,}, "
             f"{MAX_NAME} between two slashes; give an alias, a hub id or a folder"

@@ -26,7 +26,7 @@ from tune_prune.analysis.input.rows import (
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import MAX_NAME, MAX_PATH
+from tune_prune.core.files import is_too_long
 from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_file
 from tune_prune.core.values.hyperparameters import OLDER_NAMES
 
@@ -70,11 +70,7 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     if "method" not in cells:
         note("it has no column method: methods are read from the names in output_dir")
     for line, name in cells.get("output_dir", pd.Series()).items():
-        if (
-            len(os.fsencode(name)) > MAX_PATH
-            or any(len(os.fsencode(part)) > MAX_NAME for part in name.split("/"))
-            or "\0" in name
-        ):
+        if is_too_long(name) or "\0" in name:
             raise _wrong(
                 path,
                 line,
