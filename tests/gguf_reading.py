@@ -1,9 +1,9 @@
-"""Shared by the tests of GGUF files: tiny pruned models, what gguf.GGUFReader finds in a file, and llama.cpp's rules for
-it, restated in numpy from its graphs, flaws included: `deci` drops what attention adds in a layer without MLP, knows no output bias
-of attention that is not there, and llama and deci rotate neighbouring rows."""
+"""Shared by the tests of GGUF files: tiny pruned models, what gguf.GGUFReader finds in a file, and what llama.cpp makes of it."""
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import xllamacpp
 from transformers import PreTrainedModel
 
 from tests.conftest import VARIANTS, build_tiny
@@ -20,6 +21,7 @@ from tune_prune.pruning.groups import PruningPlan
 
 HIDDEN, HEAD_DIM, QUERIES_PER_KV = 32, 6, 2
 G, M = (0, 1, 2, 3), tuple(range(40))
+PAIRED = ("llama", "deci", "smollm3")  # architectures whose neighbouring rows turn together
 # Kept groups and channels, layer by layer.
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]] = {
     "dense": ((G,) * 4, (M,) * 4),
@@ -63,52 +65,34 @@ class File:
         return value if isinstance(value, list) else [value] * self.meta["block_count"]
 
 
-def llama_cpp(file: File, ids: Sequence[int]) -> np.ndarray:
-    """Logits [time, vocabulary] by llama.cpp's rules for these architectures, from nothing but the file."""
-    w = {name: values.astype(np.float64) for name, values in file.tensors.items()}
-    d, eps = file.meta["attention.key_length"], file.meta["attention.layer_norm_rms_epsilon"]
-    time = np.arange(len(ids))
-    factors = w.get("rope_freqs.weight", np.ones(d // 2)) * file.meta.get("rope.scaling.factor", 1.0)
-    angles = time[:, None] * file.meta["rope.freq_base"] ** (-2 * np.arange(d // 2) / d) / factors  # [time, d/2]
-    pairs = file.architecture in ("llama", "deci")
+class LlamaCpp:
+    """llama.cpp itself on a file: its server in this process, on one thread, with a cache in float32."""
 
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w[f"{name}.weight"]
+    def __init__(self, path: Path) -> None:
+        about = xllamacpp.CommonParams()
+        about.model.path = str(path)
+        about.n_ctx, about.n_parallel, about.verbosity = 128, 1, -1
+        about.warmup = about.fit_params = False
+        about.cpuparams.n_threads = about.cpuparams_batch.n_threads = about.n_threads_http = 1
+        about.cache_type_k = about.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        about.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._server = xllamacpp.Server(about)
 
-    def linear(x: np.ndarray, name: str) -> np.ndarray:
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+    def tokens(self, text: str) -> list[int]:
+        """Of a text, with those that it adds."""
+        body = json.dumps({"content": text, "add_special": True, "parse_special": False}).encode()
+        request = urllib.request.Request(f"{self._server.listening_address}/tokenize", body)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+            return json.load(answer)["tokens"]
 
-    def rotate(x: np.ndarray) -> np.ndarray:  # [time, heads, d]
-        first, second = (np.s_[..., 0::2], np.s_[..., 1::2]) if pairs else (np.s_[..., : d // 2], np.s_[..., d // 2 :])
-        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-        turned = np.empty_like(x)
-        turned[first] = x[first] * cos - x[second] * sin
-        turned[second] = x[first] * sin + x[second] * cos
-        return turned
-
-    x = w["token_embd.weight"][list(ids)]
-    heads, kv_heads = file.per_layer("attention.head_count"), file.per_layer("attention.head_count_kv")
-    for i, (n, k) in enumerate(zip(heads, kv_heads, strict=True)):
-        at = f"blk.{i}"
-        added: np.ndarray | float = 0.0
-        if n:
-            h = norm(x, f"{at}.attn_norm")
-            if f"{at}.attn_qkv.weight" in w:
-                q, key, v = np.split(linear(h, f"{at}.attn_qkv").reshape(len(ids), -1, d), (n, n + k), axis=1)
-            else:
-                q, key, v = (linear(h, f"{at}.attn_{part}").reshape(len(ids), -1, d) for part in "qkv")
-            if f"{at}.attn_q_norm.weight" in w:
-                q, key = norm(q, f"{at}.attn_q_norm"), norm(key, f"{at}.attn_k_norm")
-            q, key, v = rotate(q), rotate(key).repeat(n // k, axis=1), v.repeat(n // k, axis=1)
-            scores = np.einsum("thd,shd->hts", q, key) / np.sqrt(d)
-            scores[:, time[:, None] < time] = -np.inf
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
-            added = linear(np.einsum("hts,shd->thd", weights, v).reshape(len(ids), -1), f"{at}.attn_output")
-        if not file.per_layer("feed_forward_length")[i]:
-            continue
-        x = x + added
-        h = norm(x, f"{at}.ffn_norm")
-        gate = linear(h, f"{at}.ffn_gate")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{at}.ffn_up"), f"{at}.ffn_down")
-    return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
+    def log_probabilities(self, ids: Sequence[int], then: int, times: int, vocabulary: int) -> np.ndarray:
+        """[times + 1, vocabulary] of what follows `ids`, read at once, and after each of so many tokens `then`, one by one."""
+        forced = {"logit_bias": [[then, 1e4]], "temperature": 0.0}  # of the choice; what is told is without it
+        asked = {"prompt": list(ids), "n_predict": times + 1, "n_probs": vocabulary, **forced}
+        (choice,) = self._server.handle_completions(asked)["choices"]
+        found = np.full((times + 1, vocabulary), np.nan)
+        for row, token in zip(found, choice["logprobs"]["content"], strict=True):
+            assert token["id"] == then
+            for one in token["top_logprobs"]:
+                row[one["id"]] = one["logprob"]
+        return found

@@ -1,5 +1,4 @@
-"""GGUF files against two truths: every array is the model's, and a reading of the file by llama.cpp's rules gives the
-model's logits."""
+"""GGUF files against two truths: every array is the model's, and llama.cpp itself predicts as the model does."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.conftest import build_tiny
-from tests.gguf_reading import HEAD_DIM, HIDDEN, QUERIES_PER_KV, SHAPES, File, G, M, family_of, llama_cpp, pruned
+from tests.gguf_reading import HEAD_DIM, HIDDEN, PAIRED, QUERIES_PER_KV, SHAPES, File, G, LlamaCpp, M, family_of, pruned
+from tests.models.conftest import tokenizer
 from tune_prune.checkpoint.gguf.architecture import ARCHITECTURES, choose_architecture
 from tune_prune.checkpoint.gguf.gguf_file import write_gguf
 from tune_prune.checkpoint.layers import compact
@@ -46,7 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
+    "granite": ("granite", {"rms_norm_eps": 0.05}),
+    "granite-biases-tied": ("granite-biases-tied", {"rms_norm_eps": 0.05}),
 }
+WRITTEN = [(case, shape) for case in CASES for shape in SHAPES if case != "smollm3" or shape in ("dense", "uniform")]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -58,6 +62,12 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer that llama.cpp has."""
+    return tokenizer(tmp_path_factory.mktemp("bytes"), pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 @pytest.fixture
@@ -126,8 +136,24 @@ def expected_tensors(model: PreTrainedModel, family: Family, architecture: str) 
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("case", CASES)
+def granite_scales(model: PreTrainedModel) -> dict[str, float]:
+    """What arrays of a file are multiplied by, of a model with Granite's multipliers: its residual stream is divided by the
+    residual multiplier, so that what layers add is as it was."""
+    if model.config.model_type != "granite":
+        return {}
+    config, d = model.config, model.model.layers[0].self_attn.head_dim
+    embedding = config.embedding_multiplier / config.residual_multiplier
+    found = {
+        f"blk.{index}.attn_q.{kind}": config.attention_multiplier * d**0.5
+        for index, layer in enumerate(model.model.layers)
+        if hasattr(layer.self_attn, "q_proj")
+        for kind in (("weight", "bias") if config.attention_bias else ("weight",))
+    }
+    tied = embedding if config.tie_word_embeddings else 1
+    return found | {"token_embd.weight": embedding, "output_norm.weight": 1 / config.logits_scaling / tied}
+
+
+@pytest.mark.parametrize(("case", "shape"), WRITTEN)
 def test_every_array_is_the_model_s(case: str, shape: str, write: Callable[..., File]):
     variant, overrides = CASES[case]
     model = pruned(variant, shape, **overrides)
@@ -137,25 +163,29 @@ def test_every_array_is_the_model_s(case: str, shape: str, write: Callable[..., 
         plain = 10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         expected["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
         assert expected["rope_freqs.weight"].max() == pytest.approx(8)
+    if scaled := granite_scales(model):
+        for name, factor in scaled.items():
+            expected[name] = expected[name] * np.float64(factor)
+    if case == "llama3-rope":
+        scaled["rope_freqs.weight"] = 1.0
     assert set(file.tensors) == set(expected)
     assert set(file.types.values()) == {"F32"}
     for name, values in expected.items():
         read = file.tensors[name]
-        if file.architecture in ("llama", "deci") and name.split(".")[-2] in ("attn_q", "attn_k"):
+        if file.architecture in PAIRED and name.split(".")[-2] in ("attn_q", "attn_k"):
             read = as_transformers_has_it(read, model.model.layers[0].self_attn.head_dim)
-        exact = name not in ("rope_freqs.weight",) and not name.endswith("ffn_down.bias")  # the latter may be sums
+        exact = name not in scaled and not name.endswith("ffn_down.bias")  # the latter may be sums
         np.testing.assert_allclose(read, values, rtol=0 if exact else 1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "shape"), WRITTEN)
 def test_metadata_say_the_widths_of_the_modules(case: str, shape: str, write: Callable[..., File]):
     variant, overrides = CASES[case]
     model = pruned(variant, shape, **overrides)
     file = write(variant, model)
     empty_attention = int(file.architecture == "openelm")
     groups, channels = (list(kept) for kept in SHAPES[shape])
-    if shape == "layer dropped" and variant != "llama-biases":  # there the biases of the layer stay
+    if shape == "layer dropped" and "biases" not in variant:  # there the biases of the layer stay
         del groups[1], channels[1]
     assert file.per_layer("attention.head_count_kv") == [len(kept) or empty_attention for kept in groups]
     assert file.per_layer("attention.head_count") == [QUERIES_PER_KV * len(kept) or empty_attention for kept in groups]
@@ -170,8 +200,10 @@ def test_metadata_say_the_widths_of_the_modules(case: str, shape: str, write: Ca
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.dimension_count": head_dim,
-        "attention.layer_norm_rms_epsilon": pytest.approx(model.config.rms_norm_eps),
-        "rope.freq_base": 10000.0,
+        "attention.layer_norm_rms_epsilon": pytest.approx(
+            model.config.rms_norm_eps / getattr(model.config, "residual_multiplier", 1) ** 2
+        ),
+        "rope.freq_base": model.config.rope_parameters["rope_theta"],
         "general.name": "a name",
         "general.file_type": 0,
         "tokenizer.ggml.model": "none",
@@ -192,14 +224,18 @@ def test_rope_scaling(write: Callable[..., File]):
     assert not [key for key in plain.meta if "scaling" in key] and "rope_freqs.weight" not in plain.tensors
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("case", CASES)
-def test_llama_cpp_s_rules_give_the_model_s_logits(case: str, shape: str, write: Callable[..., File]):
+@pytest.mark.parametrize(("case", "shape"), WRITTEN)
+def test_llama_cpp_predicts_as_the_model(case: str, shape: str, byte_level: Path, tmp_path: Path):
+    """A prompt at once, then token by token."""
     variant, overrides = CASES[case]
-    model = pruned(variant, shape, **overrides)
-    ids = torch.randint(64, (1, 24), generator=torch.Generator().manual_seed(2))
-    logits = model(ids).logits[0].numpy()
-    np.testing.assert_allclose(llama_cpp(write(variant, model), ids[0].tolist()), logits, atol=1e-4)
+    vocabulary, then, times = 272, 5, 4
+    model = pruned(variant, shape, vocab_size=vocabulary, **overrides)
+    write_gguf(model, family_of(variant), byte_level, tmp_path / "model.gguf", "f32")
+    ids = torch.randint(262, (1, 24), generator=torch.Generator().manual_seed(2))
+    whole = torch.cat([ids, torch.full((1, times), then)], dim=1)
+    expected = torch.log_softmax(model(whole).logits[0, -times - 1 :], dim=-1).numpy()
+    found = LlamaCpp(tmp_path / "model.gguf").log_probabilities(ids[0].tolist(), then, times, vocabulary)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 ARCHITECTURE_OF = {
@@ -212,6 +248,9 @@ ARCHITECTURE_OF = {
     ("qwen2-heads-fill-hidden", "uniform"): "deci",
     ("qwen3-tied", "uniform"): "qwen3",
     ("qwen3-tied", "no MLP"): "openelm",
+    ("smollm3", "uniform"): "smollm3",
+    ("granite", "uniform"): "llama",
+    ("granite-biases-tied", "no attention"): "deci",
 }
 
 
@@ -223,9 +262,18 @@ def test_stock_architecture_where_it_fits(case: str, shape: str, write: Callable
     assert f"GGUF architecture {file.architecture}" in file.notes
 
 
-def test_families_with_architectures_have_one_for_layers_that_differ():
-    assert set(ARCHITECTURES) == {"llama", "mistral", "qwen2", "qwen3"} <= set(FAMILIES)
-    assert all(not known[0].per_layer and known[-1].per_layer for known in ARCHITECTURES.values())
+def test_a_family_without_an_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(ARCHITECTURES, "granite")
+    with pytest.raises(
+        UserError, match=r"written of llama, mistral, .* models, and this is a granite model; save it with "
+    ):
+        choose_architecture(pruned("granite"), FAMILIES["granite"])
+
+
+def test_families_have_an_architecture_for_layers_alike_and_all_but_smollm3_one_for_others():
+    assert set(ARCHITECTURES) == set(FAMILIES)
+    assert not any(known[0].per_layer for known in ARCHITECTURES.values())
+    assert {name for name, known in ARCHITECTURES.items() if not known[-1].per_layer} == {"smollm3"}
 
 
 def test_half_precision_is_of_matrices_only(write: Callable[..., File]):
@@ -274,12 +322,27 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         r"sliding_window is 5, less than max_position_embeddings \(64\)",
     ),
     "sliding Qwen2": ("qwen2-sliding", "widths", {}, r"sliding_window is 5, .*attend to everything; save .* hf-padded"),
-    "family": (
-        "granite",
-        "dense",
-        {},
-        r"of llama, mistral, qwen2, qwen3 models, .* a granite model; save it with --format hf or ",
+    "SmolLM3 whose layers differ": (
+        "smollm3",
+        "widths",
+        {"no_rope_layers": [1, 1, 1, 0]},
+        r"smollm3 has one width for all layers; search with --shape uniform, or .*--format hf",
     ),
+    "SmolLM3 with biases": (
+        "smollm3",
+        "uniform",
+        {"no_rope_layers": [1, 1, 1, 0], "attention_bias": True},
+        r"smollm3 has no place for biases of key, output, query, value proj",
+    ),
+    "other layers without rotary embedding": ("smollm3", "dense", {}, r"\(no_rope_layers\) are not each 4th one"),
+    "a layer of SmolLM3 dropped": (
+        "smollm3",
+        "layer dropped",
+        {"no_rope_layers": [1, 1, 1, 0]},
+        r"\(no_rope_layers\) are not each 4th one",
+    ),
+    "sliding SmolLM3": ("smollm3-sliding-biases", "dense", {}, r"sliding_window is 5, less than max_position_embed"),
+    "scaled by nothing": ("granite", "dense", {"residual_multiplier": 0.0}, r"residual_multiplier is 0, which its wei"),
     "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs support only 'silu'"),
     "dynamic rope": (
         "llama",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from tests.gguf_reading import File, pruned
+from tests.gguf_reading import File, LlamaCpp, pruned
 from tune_prune import embedded
 from tune_prune.checkpoint.gguf import gguf_vocab
 from tune_prune.checkpoint.gguf.gguf_file import write_gguf
@@ -61,6 +60,14 @@ PRE: dict[str, tuple[pre_tokenizers.PreTokenizer, bool]] = {
         False,
     ),
 }
+
+
+TEXTS = (
+    "the theme of 2020, 120 20 2s 020",
+    "It's THE'S 'the the'll  there\n\n the\r\n\tthe ",
+    "McDonald's naïve the—the 中文 the٣٢٠ x²0",
+    "  the   20\n  20  the\u00a0the\u3000the 🙂the <tool> the",
+)
 
 
 @pytest.fixture
@@ -121,19 +128,15 @@ def test_byte_level_vocabulary_in_the_file(name: str, saved: Callable[..., Path]
     assert "tokenizer.ggml.scores" not in meta
 
 
-def spm(vocabulary: gguf_vocab.Vocabulary, text: str) -> list[int]:
-    """Ids by llama.cpp's rule for model "llama": merge the neighbours whose union has the best score, the leftmost first."""
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    symbols = list(((" " if vocabulary.add_space_prefix else "") + text).replace(" ", "▁"))
-    while True:
-        unions = [left + right for left, right in itertools.pairwise(symbols)]
-        known = [(vocabulary.scores[ids[union]], -at) for at, union in enumerate(unions) if union in ids]
-        if not known:
-            break
-        at = -max(known)[1]
-        symbols[at : at + 2] = [unions[at]]
-    pieces = [[ids[s]] if s in ids else [ids[f"<0x{byte:02X}>"] for byte in s.encode()] for s in symbols]
-    return [vocabulary.special["bos"]] * vocabulary.add_bos + [i for piece in pieces for i in piece]
+@pytest.mark.parametrize("name", PRE)
+def test_llama_cpp_cuts_texts_as_the_tokenizer(name: str, saved: Callable[..., Path], tmp_path: Path):
+    pre, ignore_merges = PRE[name]
+    tokenizer = byte_level(pre, ignore_merges)
+    folder = saved(tokenizer, eos_token="<|end|>")
+    write_gguf(pruned("llama", vocab_size=270), FAMILIES["llama"], folder, tmp_path / "model.gguf")
+    llama_cpp = LlamaCpp(tmp_path / "model.gguf")
+    for text in TEXTS:
+        assert llama_cpp.tokens(text) == tokenizer.encode(text).ids, text
 
 
 MERGES = [
@@ -167,10 +170,11 @@ def test_scores_merge_as_the_merges_do(saved: Callable[..., Path], tmp_path: Pat
     folder = saved(tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     vocabulary = read_vocabulary(folder, 300)
     assert (vocabulary.model, vocabulary.add_bos, vocabulary.add_space_prefix) == ("llama", True, True)
-    for text in ("the theme and ends", "that isn't athe  hand", "naïve ths", "ath atat"):
-        assert spm(vocabulary, text) == tokenizer.encode(text).ids, text
     path = tmp_path / "model.gguf"
     write_gguf(pruned("llama", vocab_size=300), FAMILIES["llama"], folder, path)
+    llama_cpp = LlamaCpp(path)
+    for text in ("the theme and ends", "that isn't athe  hand", "naïve ths", "ath atat"):
+        assert llama_cpp.tokens(text) == tokenizer.encode(text).ids, text
     meta = File(path).meta
     assert meta["tokenizer.ggml.model"] == "llama" and meta["tokenizer.ggml.add_bos_token"]
     assert meta["tokenizer.ggml.scores"] == vocabulary.scores

@@ -28,7 +28,7 @@ class Head:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.projection: nn.Linear = model.get_output_embeddings()
-        self._scale = getattr(model.config, "logits_scaling", None)  # of Granite
+        self.scale: float | None = getattr(model.config, "logits_scaling", None)  # of Granite
 
     @property
     def vocabulary(self) -> int:
@@ -36,7 +36,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.projection(hidden)
-        return logits if self._scale is None else logits.div_(self._scale)  # a second tensor of them is in no plan
+        return logits if self.scale is None else logits.div_(self.scale)  # a second tensor of them is in no plan
 
 
 class NextTokenLosses:

@@ -31,6 +31,7 @@ from tune_prune.evaluation.divergence import (
 )
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource
+from tune_prune.models.head import Head
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import Residency
@@ -135,6 +136,11 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
         raise UserError(
             f"{run.label} cannot be compared with {base.label}, whose tokenizer is another one; name the model that it was pruned "
             "from with --base"
+        )
+    if Head(loaded.model).scale != Head(own.model).scale:
+        raise UserError(
+            f"{run.label} cannot be compared with {base.label}, which scales its logits: a GGUF file has a Granite model as a "
+            "Llama model, with its scales in the weights; measure the KL of its checkpoint in Hugging Face format"
         )
     heads = list(zip(_head(loaded), _head(own), strict=True))
     if not all(torch.equal(one, other) for one, other in heads):  # else both logits could not be made by one head

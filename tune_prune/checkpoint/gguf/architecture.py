@@ -1,13 +1,17 @@
 """Which of llama.cpp's architectures can represent a pruned model; an error where none can.
 
     architecture   layers may differ        models
-    llama          no                       Llama, Mistral
+    llama          no                       Llama, Mistral, Granite
     qwen2          no, heads fill H         Qwen2
     qwen3          no                       Qwen3 without biases
-    deci           yes                      Llama, Mistral and Qwen2, with all their biases
+    smollm3        no                       SmolLM3 without biases, every fourth layer without rotary embedding
+    deci           yes                      Llama, Mistral, Granite and Qwen2, with all their biases
     openelm        yes                      Qwen3 without biases, with tied embeddings
 
-Source: llama.cpp, src/models/{llama,qwen2,qwen3,deci,openelm}.cpp and load_hparams in src/llama-model.cpp.
+Granite is Llama with a scale in four places. They are written into the weights and the epsilon of the norms (`Scales`), since
+llama.cpp's own graph of it has one width for all layers.
+
+Source: llama.cpp, src/models/{llama,qwen2,qwen3,smollm3,deci,openelm}.cpp and load_hparams in src/llama-model.cpp.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ _LLAMA = Architecture("llama", biases=_ALL, pairs=True, frequencies=True)
 _DECI = Architecture("deci", per_layer=True, biases=_ALL, pairs=True, frequencies=True)
 _QWEN2 = Architecture("qwen2", biases=frozenset({"query", "key", "value"}), square=True)
 _QWEN3 = Architecture("qwen3")
+_SMOLLM3 = Architecture("smollm3", pairs=True)
 _OPENELM = Architecture("openelm", per_layer=True, fused=True, tied=True)
 
 # In order of preference, by the family's model type.
@@ -52,11 +57,14 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "mistral": (_LLAMA, _DECI),
     "qwen2": (_QWEN2, _DECI),
     "qwen3": (_QWEN3, _OPENELM),
+    "smollm3": (_SMOLLM3,),
+    "granite": (_LLAMA, _DECI),
 }
 
 # Rotary parameters that llama.cpp has as constants in these architectures.
 _FIXED_ROPE = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
 _ONE_WIDTH = "has one width for all layers"
+_UNROTATED = 4  # of SmolLM3 every such layer has no rotary embedding, whatever a file says
 
 
 def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
@@ -75,6 +83,34 @@ def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
         reasons.append(f"architecture {architecture.name} {' and '.join(problems)}")
         uniform_helps |= problems == [_ONE_WIDTH]
     raise _unsupported("; ".join(reasons), "search with --shape uniform, or " if uniform_helps else "")
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What tensors of the file are multiplied by, so that a Llama graph makes the logits of a Granite model; 1 for other models.
+
+    With hidden states h, blocks f and Granite's multipliers m (embeddings), r (residuals) and s (logits), h_0 = m E and h_i+1 =
+    h_i + r f(norm(h_i)); logits are W norm(h_n) / s. Of h / r the blocks add f itself, it begins with m/r E, and its norms are the
+    same with eps / r^2. Tied embeddings are W, too, and the last norm takes back what they are multiplied by.
+    """
+
+    embedding: float
+    query: float  # the attention multiplier by 1 / sqrt(d), which the graph has
+    last_norm: float
+    eps: float  # of all norms: no factor, but the value
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, head_dim: int) -> Scales:
+        config = model.config
+        residual = getattr(config, "residual_multiplier", 1.0)
+        embedding = getattr(config, "embedding_multiplier", 1.0) / residual
+        attention = getattr(config, "attention_multiplier", None)
+        return cls(
+            embedding,
+            1.0 if attention is None else attention * head_dim**0.5,
+            1 / getattr(config, "logits_scaling", 1.0) / (embedding if is_tied(model) else 1.0),
+            config.rms_norm_eps / residual**2,
+        )
 
 
 def embedding(model: PreTrainedModel) -> torch.Tensor:
@@ -132,6 +168,14 @@ def check_config(config: PretrainedConfig) -> None:
             raise _unsupported(
                 f"{key} of rope_parameters is {rope[key]}, its graphs for this family support only {value}"
             )
+    rotated = getattr(config, "no_rope_layers", None) or []
+    if any(bool(rotary) != bool((index + 1) % _UNROTATED) for index, rotary in enumerate(rotated)):
+        raise _unsupported(
+            f"its layers without rotary embedding (no_rope_layers) are not each {_UNROTATED}th one, as in its graph"
+        )
+    for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        if getattr(config, key, 1.0) == 0:
+            raise _unsupported(f"{key} is 0, which its weights cannot be scaled by")
 
 
 def _check_parameters(model: PreTrainedModel, family: Family) -> None:

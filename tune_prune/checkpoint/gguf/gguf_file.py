@@ -1,11 +1,12 @@
 """A pruned model as one GGUF file for llama.cpp.
 
-What llama.cpp's graphs lack is written so that the logits stay the same (float32, prompts and token by token: within 2e-5 of
-transformers in llama-cpp-python 0.3.36, that is llama.cpp 0c1e57098):
+What llama.cpp's graphs lack is written so that the logits stay the same (tests hold files against llama.cpp, prompts and token by
+token):
 - deci drops what attention adds in a layer without MLP, so such a layer gets an MLP of 32 channels of zeros;
 - deci has no place for the output bias of attention that is gone: the MLP before it adds the bias instead;
 - openelm needs both blocks in every layer: one head of zeros, or 32 channels of zeros, stand in;
-- llama and deci rotate neighbouring rows of a head, transformers rows half a head apart: rows of q and k change places.
+- llama, deci and smollm3 rotate neighbouring rows of a head, transformers rows half a head apart: rows of q and k change places;
+- Granite's multipliers are in the weights (`architecture.Scales`).
 
 Sizes: H hidden, K KV heads, g query heads per KV head, d head dim, M MLP channels; matrices are [out, in], as in torch.
 Norms and biases are float32 always. llama-quantize wants rows (the M columns of down, the K*g*d of o) of whole blocks: of 256
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tune_prune.checkpoint.gguf.architecture import (
     Architecture,
+    Scales,
     choose_architecture,
     embedding,
     head,
@@ -70,6 +72,7 @@ class _Tensor:
     name: str
     sources: tuple[torch.Tensor, ...]  # of the same number of columns
     pair_heads: int = 0  # over 0: so many heads, of which row i and row i + d/2 become neighbours
+    scale: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,6 +81,8 @@ class _Tensor:
     def values(self, dtype: torch.dtype, read: _Read) -> torch.Tensor:
         """Raises UserError where a weight is too large for `dtype`."""
         stacked = torch.cat([read(source).detach().cpu() for source in self.sources])
+        if self.scale != 1:
+            stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32)) * self.scale
         if self.pair_heads:  # [heads, 2 halves, d/2, ...] -> [heads, d/2, 2, ...]
             stacked = stacked.unflatten(0, (self.pair_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         values = stacked.to(dtype).contiguous()
@@ -113,7 +118,8 @@ def write_gguf(
     vocabulary = read_vocabulary(tokenizer_dir, embedding(model).shape[0])
     sizes = widths(model, family)
     read = _reader(model, weights)
-    tensors = list(_tensors(model, family, architecture, sizes, read))
+    scales = Scales.of(model, family.head_dim(decoder_layers(model, family)[0]))
+    tensors = list(_tensors(model, family, architecture, sizes, scales, read))
     unfinished = path.with_name(f"{path.name}.unfinished")
     writer = gguf.GGUFWriter(unfinished, architecture.name)
     writer.add_type("model")
@@ -121,6 +127,7 @@ def write_gguf(
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, model, family, architecture, sizes)
+    writer.add_layer_norm_rms_eps(scales.eps)
     _add_rope(writer, model.config)
     vocabulary.add_to(writer)
     for tensor in tensors:
@@ -172,7 +179,6 @@ def _add_sizes(
     writer.add_vocab_size(embedding(model).shape[0])
     writer.add_context_length(model.config.max_position_embeddings)
     writer.add_embedding_length(model.config.hidden_size)
-    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
@@ -202,13 +208,18 @@ def _frequencies(config: PretrainedConfig) -> torch.Tensor:
 
 
 def _tensors(
-    model: PreTrainedModel, family: Family, architecture: Architecture, sizes: Sequence[LayerWidths], read: _Read
+    model: PreTrainedModel,
+    family: Family,
+    architecture: Architecture,
+    sizes: Sequence[LayerWidths],
+    scales: Scales,
+    read: _Read,
 ) -> Iterator[_Tensor]:
     """Every tensor of the file, in order."""
     layers = decoder_layers(model, family)
     norm = model.get_submodule(f"{family.layers.rpartition('.')[0]}.norm")
-    yield _Tensor("token_embd.weight", (embedding(model),))
-    yield _Tensor("output_norm.weight", (cast(torch.Tensor, norm.weight),))
+    yield _Tensor("token_embd.weight", (embedding(model),), scale=scales.embedding)
+    yield _Tensor("output_norm.weight", (cast(torch.Tensor, norm.weight),), scale=scales.last_norm)
     if not is_tied(model):
         yield _Tensor("output.weight", (head(model),))
     if model.config.rope_parameters["rope_type"] == "llama3":
@@ -216,21 +227,23 @@ def _tensors(
     for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         behind = layers[index + 1] if index + 1 < len(layers) and not sizes[index + 1].kv_heads else None
         if size.kv_heads:
-            attention = _attention(layer, family, architecture, size)
+            attention = _attention(layer, family, architecture, size, scales.query)
         else:
             attention = _no_attention(layer, family, architecture, family.head_dim(layers[0]))
         for tensor in (*attention, *_mlp(layer, behind, family, size, read)):
-            yield _Tensor(f"blk.{index}.{tensor.name}", tensor.sources, tensor.pair_heads)
+            yield replace(tensor, name=f"blk.{index}.{tensor.name}")
 
 
-def _attention(layer: nn.Module, family: Family, architecture: Architecture, size: LayerWidths) -> Iterator[_Tensor]:
+def _attention(
+    layer: nn.Module, family: Family, architecture: Architecture, size: LayerWidths, query_scale: float
+) -> Iterator[_Tensor]:
     yield _norm("attn_norm", layer, family.layer_norms[0])
     linear = _linears(layer, family, ("query", "key", "value", "output"))
     if architecture.fused:
         yield _Tensor("attn_qkv.weight", tuple(linear.pop(role).weight for role in ("query", "key", "value")))
     heads = {"query": size.heads, "key": size.kv_heads} if architecture.pairs else {}
     for role, projection in linear.items():
-        yield from _projection(role, projection, heads.get(role, 0))
+        yield from _projection(role, projection, heads.get(role, 0), query_scale if role == "query" else 1.0)
     for name in family.head_norms:
         yield _norm(f"attn_{name}", layer, f"{family.attention}.{name}")
 
@@ -282,10 +295,10 @@ def _linears(layer: nn.Module, family: Family, roles: Sequence[str]) -> dict[str
     return {role: cast(nn.Linear, layer.get_submodule(paths[role])) for role in roles}
 
 
-def _projection(role: str, linear: nn.Linear, pair_heads: int = 0) -> Iterator[_Tensor]:
-    yield _Tensor(f"{_NAMES[role]}.weight", (linear.weight,), pair_heads)
+def _projection(role: str, linear: nn.Linear, pair_heads: int = 0, scale: float = 1.0) -> Iterator[_Tensor]:
+    yield _Tensor(f"{_NAMES[role]}.weight", (linear.weight,), pair_heads, scale)
     if linear.bias is not None:
-        yield _Tensor(f"{_NAMES[role]}.bias", (linear.bias,), pair_heads)
+        yield _Tensor(f"{_NAMES[role]}.bias", (linear.bias,), pair_heads, scale)
 
 
 def _notes(
