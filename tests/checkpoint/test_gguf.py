@@ -23,6 +23,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.pruning.groups import PruningPlan
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 # Fields of the configs with which llama.cpp can say the variant at all, by name of the case.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -46,12 +47,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}}),
+    "yarn-rope": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 2.0}}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
     "granite": ("granite", {"rms_norm_eps": 0.05}),
     "granite-biases-tied": ("granite-biases-tied", {"rms_norm_eps": 0.05}),
 }
 WRITTEN = [(case, shape) for case in CASES for shape in SHAPES if case != "smollm3" or shape in ("dense", "uniform")]
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @pytest.fixture(scope="session")
