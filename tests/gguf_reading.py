@@ -32,6 +32,16 @@ SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]
     "layer dropped": ((G, (), (), (1, 3)), (M, (), (2, 3, 5), ())),
 }
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
 
 def family_of(variant: str) -> Family:
     return FAMILIES[VARIANTS[variant][0]]
@@ -66,7 +76,8 @@ class File:
 
 
 class LlamaCpp:
-    """llama.cpp itself on a file: its server in this process, on one thread, with a cache in float32."""
+    """llama.cpp itself on a file: its server in this process, on one thread, with a cache in float32. Ask it for something: a
+    server that is dropped before it has answered anything may never end."""
 
     def __init__(self, path: Path) -> None:
         about = xllamacpp.CommonParams()
@@ -82,7 +93,7 @@ class LlamaCpp:
         """Of a text, with those that it adds."""
         body = json.dumps({"content": text, "add_special": True, "parse_special": False}).encode()
         request = urllib.request.Request(f"{self._server.listening_address}/tokenize", body)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
             return json.load(answer)["tokens"]
 
     def log_probabilities(self, ids: Sequence[int], then: int, times: int, vocabulary: int) -> np.ndarray:

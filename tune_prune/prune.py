@@ -153,9 +153,9 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     from tune_prune.cli.plan_text import shown_path
 
     if fmt == "gguf":  # before hours of statistics
-        from tune_prune.checkpoint.gguf.architecture import check_config
+        from tune_prune.checkpoint.gguf.architecture import check_shape
 
-        check_config(dense.hf_config)
+        check_shape(dense.hf_config, request.config.shape)
     say(f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters")
     if dense.found_as:
         say(f"weights      {dense.found_as}")

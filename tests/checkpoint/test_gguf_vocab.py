@@ -21,12 +21,18 @@ from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 
+BYTE_MERGES = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("2", "0")]
 
-def byte_level(pre: pre_tokenizers.PreTokenizer, ignore_merges: bool = False) -> Tokenizer:
+
+def byte_level(
+    pre: pre_tokenizers.PreTokenizer,
+    ignore_merges: bool = False,
+    merges: Sequence[tuple[str, str]] = BYTE_MERGES,
+    more: Sequence[str] = (),
+) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("2", "0")]
-    texts = [*alphabet, *(left + right for left, right in merges), "<|end|>"]
-    tokenizer = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, merges, ignore_merges=ignore_merges))
+    texts = [*alphabet, *(left + right for left, right in merges), *more, "<|end|>"]
+    tokenizer = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, list(merges), ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = pre
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
@@ -66,6 +72,8 @@ TEXTS = (
     "the theme of 2020, 120 20 2s 020",
     "It's THE'S 'the the'll  there\n\n the\r\n\tthe ",
     "McDonald's naïve the—the 中文 the٣٢٠ x²0",
+    "a'the x-the ends",
+    "ends",
     "  the   20\n  20  the\u00a0the\u3000the 🙂the <tool> the",
 )
 
@@ -129,14 +137,19 @@ def test_byte_level_vocabulary_in_the_file(name: str, saved: Callable[..., Path]
 
 
 @pytest.mark.parametrize("name", PRE)
-def test_llama_cpp_cuts_texts_as_the_tokenizer(name: str, saved: Callable[..., Path], tmp_path: Path):
-    pre, ignore_merges = PRE[name]
-    tokenizer = byte_level(pre, ignore_merges)
+def test_llama_cpp_cuts_texts_as_the_tokenizer(
+    name: str, saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And of no other kind of tokenizer, so that the texts tell them apart."""
+    tokenizer = byte_level(*PRE[name], merges=[*BYTE_MERGES, ("-", "the")], more=["ends"])
     folder = saved(tokenizer, eos_token="<|end|>")
-    write_gguf(pruned("llama", vocab_size=270), FAMILIES["llama"], folder, tmp_path / "model.gguf")
-    llama_cpp = LlamaCpp(tmp_path / "model.gguf")
-    for text in TEXTS:
-        assert llama_cpp.tokens(text) == tokenizer.encode(text).ids, text
+    right = [tokenizer.encode(text).ids for text in TEXTS]
+    for kind in (name, *PRE.keys() - {name}):
+        if kind != name:
+            monkeypatch.setattr(gguf_vocab, "_pre_tokenizer", lambda *_, kind=kind: (kind, ()))
+        write_gguf(pruned("llama", vocab_size=272), FAMILIES["llama"], folder, tmp_path / "model.gguf")
+        llama_cpp = LlamaCpp(tmp_path / "model.gguf")
+        assert ([llama_cpp.tokens(text) for text in TEXTS] == right) == (kind == name), kind
 
 
 MERGES = [

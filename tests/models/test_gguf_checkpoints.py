@@ -46,7 +46,9 @@ def test_a_file_is_held_against_the_manifest_beside_it(variant: str, words: Path
     assert {"kl_text", "kl_tasks", "ppl", "acc_piqa"} <= recorded.keys()
     if not comparable:
         recorded = {name: value for name, value in recorded.items() if not name.startswith("kl_")}
-        with pytest.raises(UserError, match=r"which scales its logits: a GGUF file has a Granite model as a "):
+        with pytest.raises(
+            UserError, match=r"whose logits are scaled otherwise \(a GGUF file has a Granite model as a "
+        ):
             read.evaluate(limit=2, tasks="piqa", kl=True)
     assert found == pytest.approx(recorded | {"removed_fraction": 0.0}, abs=1e-5)  # of the file itself nothing
 
@@ -88,13 +90,27 @@ def test_the_command_that_checks_a_file_is_said_where_it_can(
 
 
 @pytest.mark.parametrize(
-    ("variant", "says"), [("mistral-sliding", "sliding_window is 5"), ("smollm3", "not each 4th one")]
+    ("variant", "fields", "says"),
+    [
+        ("mistral-sliding", {}, "sliding_window is 5"),
+        ("smollm3", {}, "no_rope_layers is [1, 1, 0, 1]"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 1, 1, 0]},
+            "one width for all layers, and shape is free; search with --shape uniform",
+        ),
+    ],
 )
 def test_what_no_file_can_hold_is_refused_before_anything_is_computed(
-    variant: str, says: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    variant: str,
+    fields: dict[str, Any],
+    says: str,
+    words: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     dense = tmp_path / "dense"
-    build_tiny(variant, torch.float32, **SIZES).save_pretrained(dense)
+    build_tiny(variant, torch.float32, **SIZES, **fields).save_pretrained(dense)
     PreTrainedTokenizerFast.from_pretrained(words).save_pretrained(dense)
     flags = [
         "--model",

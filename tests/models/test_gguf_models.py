@@ -232,6 +232,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "a text of a number": (put("llama.rope.freq_base", "1e4", TEXT_TYPE), r"to '1e4', which is no floating-point number"),
     "two directions": (put("llama.attention.causal", False, BOOL), r"see those behind them \(llama.attention.causal\)"),
     "a switch": (put("llama.swin_norm", True, BOOL), r"sets llama.swin_norm to True, which transformers does not read"),
+    "heads that do not fit": (put("llama.attention.head_count", 6, U32), r"its 6 heads do not divide the hidden size of 32,"),
     "part of a head turns": (put("llama.rope.dimension_count", 2, U32), r"heads are of several sizes"),
     "no tokenizer": (put("tokenizer.ggml.model", "none", TEXT_TYPE), r"no tokenizer that transformers reads"),
     "no space before texts": (_no_space_prefix, r"puts no space before a text \(tokenizer.ggml.add_space_prefix\)"),

@@ -139,8 +139,8 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
         )
     if Head(loaded.model).scale != Head(own.model).scale:
         raise UserError(
-            f"{run.label} cannot be compared with {base.label}, which scales its logits: a GGUF file has a Granite model as a "
-            "Llama model, with its scales in the weights; measure the KL of its checkpoint in Hugging Face format"
+            f"{run.label} cannot be compared with {base.label}, whose logits are scaled otherwise (a GGUF file has a Granite model "
+            "as a Llama model, its scales in the weights); measure the KL of the checkpoint in Hugging Face format"
         )
     heads = list(zip(_head(loaded), _head(own), strict=True))
     if not all(torch.equal(one, other) for one, other in heads):  # else both logits could not be made by one head

@@ -64,6 +64,11 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
 # Rotary parameters that llama.cpp has as constants in these architectures.
 _FIXED_ROPE = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
 _ONE_WIDTH = "has one width for all layers"
+_UNIFORM_HELPS = "search with --shape uniform, or "
+_SCALES = (
+    1e-6,
+    1e6,
+)  # least and most of Granite's that are written: the epsilon of norms is divided by the square of one
 _UNROTATED = 4  # of SmolLM3 every such layer has no rotary embedding, whatever a file says
 
 
@@ -82,7 +87,7 @@ def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
             return architecture
         reasons.append(f"architecture {architecture.name} {' and '.join(problems)}")
         uniform_helps |= problems == [_ONE_WIDTH]
-    raise _unsupported("; ".join(reasons), "search with --shape uniform, or " if uniform_helps else "")
+    raise _unsupported("; ".join(reasons), _UNIFORM_HELPS if uniform_helps else "")
 
 
 @dataclass(frozen=True)
@@ -168,14 +173,27 @@ def check_config(config: PretrainedConfig) -> None:
             raise _unsupported(
                 f"{key} of rope_parameters is {rope[key]}, its graphs for this family support only {value}"
             )
-    rotated = getattr(config, "no_rope_layers", None) or []
+    rotated = (getattr(config, "no_rope_layers", None) or [])[: config.num_hidden_layers]
     if any(bool(rotary) != bool((index + 1) % _UNROTATED) for index, rotary in enumerate(rotated)):
         raise _unsupported(
-            f"its layers without rotary embedding (no_rope_layers) are not each {_UNROTATED}th one, as in its graph"
+            f"no_rope_layers is {rotated}, and its graph leaves rotary embedding out of every {_UNROTATED}th layer and no other"
         )
     for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-        if getattr(config, key, 1.0) == 0:
-            raise _unsupported(f"{key} is 0, which its weights cannot be scaled by")
+        if not _SCALES[0] <= (value := getattr(config, key, 1.0)) <= _SCALES[1]:
+            least, most = _SCALES
+            raise _unsupported(
+                f"{key} is {value}; its graph has no scales, and weights hold one between {least:g} and {most:g}"
+            )
+
+
+def check_shape(config: PretrainedConfig, shape: str) -> None:
+    """Raise UserError where layers pruned in this shape differ, and no architecture of the family takes such."""
+    check_config(config)
+    if shape != "uniform" and not any(architecture.per_layer for architecture in ARCHITECTURES[config.model_type]):
+        raise _unsupported(
+            f"architecture {ARCHITECTURES[config.model_type][0].name} {_ONE_WIDTH}, and shape is {shape}",
+            _UNIFORM_HELPS,
+        )
 
 
 def _check_parameters(model: PreTrainedModel, family: Family) -> None:

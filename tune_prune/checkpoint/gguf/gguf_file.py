@@ -82,7 +82,7 @@ class _Tensor:
         """Raises UserError where a weight is too large for `dtype`."""
         stacked = torch.cat([read(source).detach().cpu() for source in self.sources])
         if self.scale != 1:
-            stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32)) * self.scale
+            stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mul_(self.scale)
         if self.pair_heads:  # [heads, 2 halves, d/2, ...] -> [heads, d/2, 2, ...]
             stacked = stacked.unflatten(0, (self.pair_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         values = stacked.to(dtype).contiguous()

@@ -176,6 +176,8 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     heads, hidden = values.get(f"{arch}.attention.head_count"), values.get(f"{arch}.embedding_length")
     if heads is None or hidden is None or heads < 1:
         return f"it does not say the sizes of its layers ({arch}.attention.head_count is {heads!r})"
+    if FAMILIES[arch].heads_divide_hidden and hidden % heads:
+        return f"its {heads} heads do not divide the hidden size of {hidden}, as transformers' {arch} models want it"
     usual = {"rope.dimension_count": hidden // heads} if arch == "llama" else {}
     sizes = {f"{arch}.{n}": values.get(f"{arch}.{n}", usual.get(n)) for n in ("rope.dimension_count", *_HEAD_SIZES)}
     if len({size for size in sizes.values() if size is not None}) > 1:

@@ -1,0 +1,140 @@
+"""What llama.cpp cannot represent: each model is refused in a sentence, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import build_tiny
+from tests.gguf_reading import LLAMA3, YARN, G, M, family_of, pruned
+from tune_prune.checkpoint.gguf.architecture import ARCHITECTURES, choose_architecture
+from tune_prune.checkpoint.gguf.gguf_file import write_gguf
+from tune_prune.checkpoint.layers import compact
+from tune_prune.core.errors import UserError
+from tune_prune.models.families import FAMILIES
+from tune_prune.pruning.groups import PruningPlan
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "untied Qwen3": (
+        "qwen3",
+        "widths",
+        {},
+        r"openelm has no output head of its own.*--shape uniform, or .*--format hf",
+    ),
+    "biased Qwen3": (
+        "qwen3-biases-tied",
+        "dense",
+        {},
+        r"qwen3 has no place for biases of key, output, query, value proj",
+    ),
+    "sliding Mistral": (
+        "mistral-sliding",
+        "dense",
+        {},
+        r"sliding_window is 5, less than max_position_embeddings \(64\)",
+    ),
+    "sliding Qwen2": ("qwen2-sliding", "widths", {}, r"sliding_window is 5, .*attend to everything; save .* hf-padded"),
+    "SmolLM3 whose layers differ": (
+        "smollm3",
+        "widths",
+        {"no_rope_layers": [1, 1, 1, 0]},
+        r"smollm3 has one width for all layers; search with --shape uniform, or .*--format hf",
+    ),
+    "SmolLM3 with biases": (
+        "smollm3",
+        "uniform",
+        {"no_rope_layers": [1, 1, 1, 0], "attention_bias": True},
+        r"smollm3 has no place for biases of key, output, query, value proj",
+    ),
+    "other layers without rotary embedding": (
+        "smollm3",
+        "dense",
+        {},
+        r"no_rope_layers is \[1, 1, 0, 1\], and its graph leaves",
+    ),
+    "a layer of SmolLM3 dropped": (
+        "smollm3",
+        "layer dropped",
+        {"no_rope_layers": [1, 1, 1, 0]},
+        r"no_rope_layers is \[1, 1, 0\], and its graph leaves rotary embedding out of every 4th layer and no other",
+    ),
+    "sliding SmolLM3": ("smollm3-sliding-biases", "dense", {}, r"sliding_window is 5, less than max_position_embed"),
+    "a scale of 0": (
+        "granite",
+        "dense",
+        {"logits_scaling": 0.0},
+        r"logits_scaling is 0\.0; its graph has no scales, and",
+    ),
+    "a scale below 0": (
+        "granite",
+        "widths",
+        {"residual_multiplier": -0.5},
+        r"residual_multiplier is -0\.5; its graph has no scales, and weights hold one between 1e-06 and 1e\+06",
+    ),
+    "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs support only 'silu'"),
+    "dynamic rope": (
+        "llama",
+        "dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        r"rope_type is 'dynamic', its graphs for this family support default, linear, llama3, yarn",
+    ),
+    "yarn with other ramps": (
+        "llama",
+        "dense",
+        {"rope_parameters": YARN | {"beta_fast": 16.0}},
+        r"beta_fast of rope_parameters is 16\.0, its graphs for this family support only 32",
+    ),
+    "llama3 rope in Qwen3": (
+        "qwen3",
+        "dense",
+        {"rope_parameters": LLAMA3},
+        r"qwen3 does not read the frequency factors of rope_type 'llama3'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_represented_is_refused(what: str, tmp_path: Path):
+    variant, shape, overrides, message = REFUSED[what]
+    with pytest.raises(UserError, match=message):
+        write_gguf(pruned(variant, shape, **overrides), family_of(variant), tmp_path, tmp_path / "model.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    model = pruned("mistral-sliding", sliding_window=64)
+    assert choose_architecture(model, FAMILIES["mistral"]).name == "deci"
+
+
+def test_unknown_parameters_are_refused():
+    model = pruned("llama")
+    model.model.layers[1].mlp.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"no place for the parameter 'mlp\.extra\.weight' of layer 1"):
+        choose_architecture(model, FAMILIES["llama"])
+    model = pruned("llama")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(64))
+    with pytest.raises(UserError, match="no place for the bias of the output head"):
+        choose_architecture(model, FAMILIES["llama"])
+
+
+def test_other_dtypes_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"the dtype of a GGUF file cannot be 'f8' .*known: bf16, f16, f32"):
+        write_gguf(pruned("llama"), FAMILIES["llama"], tmp_path, tmp_path / "model.gguf", "f8")
+
+
+def test_attention_is_needed_in_the_first_layer(tmp_path: Path):
+    plan = PruningPlan(((), G, G, G), (M,) * 4, target_params=0, removed_params=0, total_params=0)
+    model = compact(build_tiny("llama-tied"), FAMILIES["llama"], plan)[0]
+    with pytest.raises(ValueError, match="first layer has no attention"):
+        write_gguf(model, FAMILIES["llama"], tmp_path, tmp_path / "model.gguf")
+
+
+def test_a_family_without_an_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(ARCHITECTURES, "granite")
+    with pytest.raises(
+        UserError, match=r"written of llama, mistral, .* models, and this is a granite model; save it with "
+    ):
+        choose_architecture(pruned("granite"), FAMILIES["granite"])
