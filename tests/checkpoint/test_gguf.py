@@ -160,9 +160,9 @@ def test_every_array_is_the_model_s(case: str, shape: str, write: Callable[..., 
         plain = 10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         expected["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
         assert expected["rope_freqs.weight"].max() == pytest.approx(8)
-    if scaled := granite_scales(model):
-        for name, factor in scaled.items():
-            expected[name] = expected[name] * np.float64(factor)
+    scaled = granite_scales(model)
+    for name, factor in scaled.items():
+        expected[name] = expected[name] * np.float64(factor)
     if case == "llama3-rope":
         scaled["rope_freqs.weight"] = 1.0
     assert set(file.tensors) == set(expected)
