@@ -13,16 +13,17 @@ from tests.trials import RUN, open_context, with_empty_cache
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model.workload import passes_of, recipe_amounts
-from tune_prune.models.geometry import read_geometry
+from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import refit
-from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.methods import load_method, method_names
 from tune_prune.pruning.selection import budget, geometry_of, select
 from tune_prune.pruning.statistics import block_removal
 from tune_prune.pruning.statistics.taylor import Taylor, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.iteration import Step
 from tune_prune.trial.trial import Trial
 
 ONE = PruningConfig("taylor", seq_len=16, num_samples=8, pruning_ratio=0.3)
@@ -230,3 +231,28 @@ def test_removals_of_a_later_step_take_less_at_once_before_the_model_is_held_oth
     assert found == expected and tried == ["resident", "resident, 1/2 at once"] * 2
     what = "memory did not suffice for the stage {} resident, so it was made resident, 1/2 at once"
     assert trial.progress.notes == tuple(map(what.format, ("removal", "steps")))
+
+
+def _worthless_groups(geometry: Geometry) -> GroupScores:
+    """KV groups that every channel is worth more than."""
+    rng = np.random.default_rng(geometry.total_params)
+    groups, channels = ([rng.random(n) for n in sizes] for sizes in (geometry.kv_heads, geometry.mlp_width))
+    return GroupScores(tuple(values * 1e-6 for values in groups), tuple(1 + values for values in channels))
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 8, 16, 48])
+@pytest.mark.parametrize("shape", ["free", "aligned-8", "uniform"])
+def test_groups_that_are_larger_than_a_step_s_part_go_none_the_less(context, shape, steps):
+    """In `uniform` a KV group of every layer is that from the third step on, in the others one is from the eleventh; the parts of
+    fewer are filled with channels where another group does not fit."""
+    geometry, config = context.loaded.geometry, replace(ONE, pruning_ratio=0.2, shape=shape, steps=steps)
+    target, whole = budget(geometry, 0.2, shape), _worthless_groups(geometry)
+    once = select(whole, geometry, 0.2, shape)
+    plan = PruningPlan.keep_all(geometry)
+    for number in range(1, steps + 1):
+        scores, before = _worthless_groups(geometry_of(plan, geometry)), plan.removed_params
+        plan = Step(plan, scores).next(context, config, number)
+        assert before <= plan.removed_params <= target * number // steps
+    assert target - plan.removed_params < geometry.channel_cost[0] * {"free": 1, "aligned-8": 8}.get(shape, 5)
+    dense, alone, now = (sum(map(len, kept)) for kept in (whole.attention, once.kept_groups, plan.kept_groups))
+    assert dense - now >= (dense - alone) * (1 if shape == "uniform" or steps > 10 else 0.8) > 0

@@ -89,30 +89,46 @@ def further(
     shape: str,
     cap: float = 1.0,
     spare: int = 0,
+    whole: int = 0,
 ) -> PruningPlan:
     """`plan`, of a model of that `geometry`, going on until `target` parameters in all are removed: it drops the lowest-scored of
     what it keeps, which `scores` are of, and leaves layers of that shape, each with `spare` channels more than it must keep, where
-    it has them. Where the shape does not let so little or so much be removed now, what is nearest to that. Raises NotFinite."""
+    it has them. Where the shape does not let so little or so much be removed now, what is nearest to that. With `whole` it is on
+    its way to that many: a part that may go and does not fit yet is waited for. Raises NotFinite."""
     left, floors = geometry_of(plan, geometry), Floors.of(geometry, cap).raised(spare)
     bounds = shapes.removal_bounds(left, shape, floors)
-    now = min(max(target - plan.removed_params, bounds.least), bounds.most)
-    groups, channels = _selected(scores, left, floors, now, shape)
+    now, then = (min(max(most - plan.removed_params, bounds.least), bounds.most) for most in (target, whole))
+    groups, channels = _selected(scores, left, floors, now, shape, then if whole else None)
     removed = plan.removed_params + _removed(left, groups, channels)
     kept = (_within(plan.kept_groups, groups), _within(plan.kept_channels, channels))
     return PruningPlan(*kept, target, removed, geometry.total_params)
 
 
-def with_channels_to_spare(
-    plan: PruningPlan, scores: GroupScores, geometry: Geometry, target: int, shape: str, cap: float = 1.0
+def on_the_way(
+    plan: PruningPlan,
+    scores: GroupScores,
+    geometry: Geometry,
+    whole: int,
+    step: int,
+    steps: int,
+    shape: str,
+    cap: float = 1.0,
 ) -> PruningPlan:
-    """As `further`, where more is removed later: enough channels are left to make up for any KV group that goes or stays then, as
-    nothing that is gone comes back. Otherwise a later budget between two numbers of KV groups could not be met."""
-    spare = 0
+    """As `further` to floor(whole * step / steps), where `whole` is removed in all, later, and nothing that is gone comes back.
+
+    Enough channels are left to make up for any KV group that goes or stays then; otherwise a later budget between two numbers of
+    KV groups could not be met. What goes at once and is larger than a step's part of the budget is waited for: otherwise it never
+    went, whatever its score.
+    """
+    target = whole * step // steps
+    if shape == "uniform":
+        return further(plan, scores, geometry, target, shape, cap, whole=whole)
+    spare, waits = 0, whole // steps < max(geometry.group_cost)
     while True:
-        found = further(plan, scores, geometry, target, shape, cap, spare)
+        found = further(plan, scores, geometry, target, shape, cap, spare, whole if waits else 0)
         left = geometry_of(found, geometry)
         channels = Floors(left.kv_heads, Floors.of(geometry, cap).channels)
-        enough = shapes.removal_bounds(left, shape, channels).most >= shapes.largest_part(left, shape)
+        enough = shapes.removal_bounds(left, shape, channels).most >= shapes.largest_part(left)
         if enough or spare > max(geometry.mlp_width):
             return found
         spare = max(1, 2 * spare)
@@ -135,7 +151,9 @@ def _within(before: Kept, now: Kept) -> Kept:
     return tuple(tuple(kept[i] for i in places) for kept, places in zip(before, now, strict=True))
 
 
-def _selected(scores: GroupScores, geometry: Geometry, floors: Floors, target: int, shape: str) -> tuple[Kept, Kept]:
+def _selected(
+    scores: GroupScores, geometry: Geometry, floors: Floors, target: int, shape: str, whole: int | None
+) -> tuple[Kept, Kept]:
     flat = np.concatenate([*scores.attention, *scores.mlp])
     if not np.isfinite(flat).all():
         raise NotFinite(
@@ -146,12 +164,12 @@ def _selected(scores: GroupScores, geometry: Geometry, floors: Floors, target: i
     if n is not None:
         aligned = shapes.Aligned.of(scores, geometry, floors, n)
         room = target - aligned.remainder_params
-        groups, blocks = _lowest_first(aligned.scores, aligned.geometry, aligned.floors, room)
+        groups, blocks = _lowest_first(aligned.scores, aligned.geometry, aligned.floors, room, whole is not None)
         channels = aligned.channels(blocks)
     elif shape == "uniform":
-        groups, channels = shapes.uniform(scores, geometry, floors, target)
+        groups, channels = shapes.uniform(scores, geometry, floors, target, whole)
     else:
-        groups, channels = _lowest_first(scores, geometry, floors, target)
+        groups, channels = _lowest_first(scores, geometry, floors, target, whole is not None)
     return groups, channels
 
 
@@ -165,8 +183,11 @@ def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:
     return removed
 
 
-def _lowest_first(scores: GroupScores, geometry: Geometry, floors: Floors, target: int) -> tuple[Kept, Kept]:
-    """Kept KV groups and MLP channels after removing in ascending score, down to the floors, what fits into `target` parameters."""
+def _lowest_first(
+    scores: GroupScores, geometry: Geometry, floors: Floors, target: int, waits: bool
+) -> tuple[Kept, Kept]:
+    """Kept KV groups and MLP channels after removing in ascending score, down to the floors, what fits into `target` parameters;
+    where it `waits`, up to the first KV group that may go and does not fit."""
     values = [part for pair in zip(scores.attention, scores.mlp, strict=True) for part in pair]
     flat = np.concatenate(values)
     sizes = [len(part) for part in values]
@@ -200,10 +221,12 @@ def _lowest_first(scores: GroupScores, geometry: Geometry, floors: Floors, targe
             break
         if cost(position) <= left:
             remove(position)
+        elif waits and not blocks[position] % 2 and there[blocks[position]] > least[blocks[position]]:
+            break
 
     # Where every channel that may go is gone and another would fit: one more group goes, and the best channels come back for it.
     gone = [position for position in ranked if blocks[position] % 2 and not keep[position]]
-    if left >= channel and there[1::2] == least[1::2]:
+    if not waits and left >= channel and there[1::2] == least[1::2]:
         room = left + sum(geometry.channel_cost[blocks[position] // 2] for position in gone)
         extra = next((position for position in ranked if keep[position] and cost(position) <= room), None)
         if extra is not None:

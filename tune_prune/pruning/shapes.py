@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 
@@ -102,12 +101,8 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
     return RemovalBounds(remainder, remainder + removable, fixed, *min(parts, default=(1, "a parameter")))
 
 
-def largest_part(geometry: Geometry, shape: str) -> int:
-    """Parameters of the most that goes at once: the last KV group of a layer, in shape uniform all layers' groups between two
-    numbers that a plain config can state."""
-    if shape == "uniform":
-        heads = geometry.uniform_kv_heads
-        return sum(geometry.group_cost) * max((b - a for a, b in pairwise(heads)), default=0)
+def largest_part(geometry: Geometry) -> int:
+    """Parameters of the most that goes at once where layers differ: the last KV group of one."""
     return max(map(sum, zip(geometry.group_cost, geometry.last_group_extra, strict=True)))
 
 
@@ -222,21 +217,28 @@ def _uniform_bounds(geometry: Geometry, floors: Floors) -> RemovalBounds:
     )
 
 
-def uniform(scores: GroupScores, geometry: Geometry, floors: Floors, target: int) -> tuple[Kept, Kept]:
+def uniform(
+    scores: GroupScores, geometry: Geometry, floors: Floors, target: int, whole: int | None
+) -> tuple[Kept, Kept]:
     """Kept KV groups and MLP channels, the same numbers in every layer, each layer its best ones.
 
     For each K that a plain config can state, M is the smallest width that does not remove more than the target. Of these pairs
     those count that miss it by less than an MLP channel of every layer (where none does: the nearest), and of them the one
     that keeps the most importance, the sum of score times cost; a tie goes to more KV groups.
-    `target` must be within `removal_bounds`.
+    With `whole`, which is removed in the end, they are found for that, and of the pairs on the way there the one counts that
+    removes most within the target; a tie goes to the most importance. Both must be within `removal_bounds`.
     """
     step, widest = sum(geometry.channel_cost), min(geometry.mlp_width)
     heads, narrowest = _uniform_least(geometry, floors)
-    pairs: list[tuple[int, int, int]] = []  # parameters missing to the target, K, M
-    for k in heads:
-        m = max(narrowest, -((target - _uniform_removed(geometry, k, 0)) // step))
-        if m <= widest:
-            pairs.append((target - _uniform_removed(geometry, k, m), k, m))
+
+    def within(budget: int, least_k: int, least_m: int) -> list[tuple[int, int, int]]:
+        """Parameters missing to the budget, K, M."""
+        widths = {
+            k: max(least_m, -((budget - _uniform_removed(geometry, k, 0)) // step)) for k in heads if k >= least_k
+        }
+        return [(budget - _uniform_removed(geometry, k, m), k, m) for k, m in widths.items() if m <= widest]
+
+    pairs = within(target if whole is None else whole, heads[0], narrowest)
     nearest = min(missing for missing, _, _ in pairs)
     groups, channels = (
         tuple(np.argsort(values, kind="stable") for values in part) for part in (scores.attention, scores.mlp)
@@ -254,6 +256,8 @@ def uniform(scores: GroupScores, geometry: Geometry, floors: Floors, target: int
         return math.fsum(value for layer in kept for value in layer)
 
     _, k, m = max((kept_importance(k, m), k, m) for missing, k, m in pairs if missing < max(step, nearest + 1))
+    if whole is not None:
+        _, _, k, m = max((-missing, kept_importance(k, m), k, m) for missing, k, m in within(target, k, m))
     return _best(groups, k), _best(channels, m)
 
 

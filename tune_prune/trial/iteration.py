@@ -3,9 +3,9 @@ arXiv:1906.10771).
 
 The budget grows evenly: after step k of n, floor(budget * k / n) parameters are gone; the last step meets it as one step would.
 Until then every layer keeps a KV group and an MLP channel, or more where the shape says so, and all layers together enough channels
-for the last step to meet it with. A later step's statistics are taken of the pruned copy by the same code as the dense model's, on
-the same samples; they are kept under the structure of that copy, so that a trial which was interrupted goes on, and one that comes
-by the same copy need not take them again.
+for the last step to meet it with; what goes at once and is larger than a step's part of the budget is waited for. A later step's
+statistics are taken of the pruned copy by the same code as the dense model's, on the same samples; they are kept under the
+structure of that copy, so that a trial which was interrupted goes on, and one that comes by the same copy need not take them again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tune_prune.core.config import PruningConfig
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.methods import Dense, load_method
-from tune_prune.pruning.selection import budget, further, geometry_of, with_channels_to_spare
+from tune_prune.pruning.selection import budget, further, geometry_of, on_the_way
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.recipe import Recipe
 
@@ -34,13 +34,13 @@ class Step:
     def next(self, context: TrialContext, config: PruningConfig, number: int) -> PruningPlan:
         """The plan after step `number` of `config`."""
         geometry = context.loaded.geometry
-        cap = config.layer_cap
-        target = budget(geometry, config.pruning_ratio, config.shape, cap) * number // (last := steps_of(config))
+        cap, last = config.layer_cap, steps_of(config)
+        whole = budget(geometry, config.pruning_ratio, config.shape, cap)
         scores = self.scores.normalized(config.normalization)
         if number == last:
-            return further(self.plan, scores, geometry, target, config.shape, cap)
+            return further(self.plan, scores, geometry, whole, config.shape, cap)
         between = "aligned-1" if config.shape == "free" else config.shape  # no block is gone as a whole
-        return with_channels_to_spare(self.plan, scores, geometry, target, between, cap)
+        return on_the_way(self.plan, scores, geometry, whole, number, last, between, cap)
 
 
 def steps_of(config: PruningConfig) -> int:
