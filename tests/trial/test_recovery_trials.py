@@ -14,6 +14,7 @@ from tests.gguf_reading import File
 from tests.trials import BLOCKWISE, open_context, with_empty_cache
 from tune_prune import evaluate, prune, search
 from tune_prune.core.errors import UserError
+from tune_prune.data import calibration
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.compensation import recovery
 from tune_prune.trial.context import TrialContext
@@ -180,3 +181,19 @@ def test_what_only_a_recovery_reads_is_refused_without_one(opened, refused, tmp_
     assert "none or lora" in refused(prune.main, *argv, "sgd")
     rate = refused(prune.main, *argv, "lora", "--recovery-rate", "2")
     assert "a number above 0, at most 1" in rate
+
+
+def test_of_many_texts_the_last_may_hold_fewer_samples(tmp_path):
+    """Sample i is of text i mod k: of the twenty that a training needs at least two are of the last of seven texts."""
+    text = calibration.load_text("embedded")
+    ends = tune_prune.open("tiny-llama").tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]
+    files, begin = [tmp_path / f"{index}.txt" for index in range(7)], 0
+    for file in files:
+        end = begin + 20 + 128 * (4 if file != files[-1] else 2)
+        file.write_text(text[ends[begin][0] : ends[end][0]], encoding="utf-8")
+        begin = end
+    model = tune_prune.open("tiny-llama", calibration="+".join(map(str, files)))
+    found = model.prune("magnitude", recovery="lora", recovery_steps=2)
+    assert found._recipe.steps["recovery"]["steps"] == 2

@@ -54,7 +54,8 @@ def recovered(context: TrialContext, recipe: Recipe, config: PruningConfig) -> t
         return recipe, Recovery({}, 0.0, 0.0), 0
     run, length = context.run.of(config), min(recovery.WINDOW, context.loaded.max_length)
     texts = context.calibration_tokens(run.calibration)
-    there = len(texts) * min(len(tokens) // length for tokens in texts)
+    # Sample i is of text i mod k: the most samples of which each text holds its own.
+    there = min(len(texts) * (len(tokens) // length) + text for text, tokens in enumerate(texts))
     steps, count = config.recovery_steps, min(recovery.samples_of(config.recovery_steps), there)
     windows = context.windows(replace(config.samples, seq_len=length), count)
     about = {"recovery": config.recovery, "version": recovery.VERSION, "steps": steps, "rate": config.recovery_rate}
