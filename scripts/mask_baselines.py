@@ -33,10 +33,11 @@ from transformers import PreTrainedModel
 
 import tune_prune
 from tune_prune.cli.flags import output_file
+from tune_prune.core.config import EMBEDDED_DATA
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 from tune_prune.data import calibration
-from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
+from tune_prune.data.sources import uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import Family, decoder_layers

@@ -19,7 +19,7 @@ from tune_prune.checkpoint.save import check_folder, save_checkpoint
 from tune_prune.cli import prune_request
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import EMBEDDED_DATA, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.process import temporary
 from tune_prune.core.records import StageReport
@@ -28,7 +28,7 @@ from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory, choose_within, on_this_machine
 from tune_prune.cost_model.workload import LONGEST_ROW, passes_of, recipe_passes
 from tune_prune.data import calibration, perplexity_text
-from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
+from tune_prune.data.sources import uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.catalog import ModelSource

@@ -26,7 +26,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import TrustingRun
 from tune_prune.core.errors import UserError, refused
 from tune_prune.core.files import remove_unfinished
-from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
+from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_about, read_baselines
 from tune_prune.core.process import temporary
 from tune_prune.core.records import TrialRecord, failure_counts, may_pass
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
@@ -195,9 +195,6 @@ def _run(
     with _warned(store, STATUS):
         status.ended(store)
     records, baselines = ledger.records(), read_baselines(store)
-    measured = study_of_search(folder, {"models": models}, baselines, records)
-    findings = find(measured, _rule(measured, settings.objective))
-    write_views(store, records, findings, lambda name: _warned(store, name))
     cost = {}
     with _warned(store, COST):
         cost = write_cost(
@@ -210,6 +207,9 @@ def _run(
             time.monotonic() - started,
             attempts.read([*records, *baselines.values()]),
         )
+    measured = study_of_search(folder, read_about(store) or {}, baselines, records, cost)
+    findings = find(measured, _rule(measured, settings.objective))
+    write_views(store, records, findings, lambda name: _warned(store, name))
     return Results(folder, findings, cost)
 
 

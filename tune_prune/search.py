@@ -63,15 +63,15 @@ def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     if args.json and args.status is None:
         raise UserError("--json is for --status; leave it out, or give --log-json for the events of a search")
-    if args.gpu and not args.dry_run:
-        raise UserError(
-            "--gpu plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"
-        )
     if args.status is not None:
         from tune_prune.cli import status
 
         say(status.shown(args.status, args.storage_path, args.json))
         return
+    if args.gpu and not args.dry_run:
+        raise UserError(
+            "--gpu plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"
+        )
     with _compiled_code(), started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
         _search(args, argv, local_ray)
 

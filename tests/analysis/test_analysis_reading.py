@@ -228,5 +228,18 @@ def test_methods_that_take_no_gradients_miss_none() -> None:
         values | {"method": method, "name": f"{method}-{index}", "where": ""}
         for index, (method, values) in enumerate([("taylor", whole), ("taylor", without), ("random", without)])
     ]
-    (problem,) = reading._of_rows(pd.DataFrame(rows))
+    (problem,) = reading._of_rows(pd.DataFrame(rows), None)
     assert problem.kind == "not_finite" and problem.what.startswith("taylor-1: grad_")
+
+
+def test_tasks_that_a_search_did_not_ask_for_are_not_missing() -> None:
+    row = dict.fromkeys(reading._CHECKED, 1.0) | {
+        "success": True,
+        "status": "complete",
+        "reason": "",
+        "acc_boolq": math.nan,
+    }
+    rows = pd.DataFrame([row | {"method": "taylor", "name": "taylor", "where": ""}])
+    asked = {"protocol": {"tasks": ["piqa", "own"]}}
+    assert [problem.what for problem in reading._of_rows(rows, None)] == ["no row has acc_boolq"]
+    assert reading._of_rows(rows, asked) == []

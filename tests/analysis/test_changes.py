@@ -4,6 +4,7 @@ models of their own everywhere else."""
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_each_is_shown_beside_itself_untrained(findings) -> None:
         assert row["gain_stderr"] == pytest.approx(100 * np.sqrt((errors**2).sum()) / len(ZERO_SHOT_TASKS))
         assert row["gain"] == pytest.approx(100 * GAINS[row["config"]], abs=4 * row["gain_stderr"])
     assert "What training changes, gain in points" in final_table(findings)
+
+
+def test_another_experiment_leaves_a_training_beside_the_same_untrained(tmp_path: Path) -> None:
+    """One of another divisor gives the untrained ones, and not the trained ones, a name of their own."""
+    first = simulated_study(tmp_path / "a", models=("alpha",), trained=GAINS)
+    second = simulated_study(tmp_path / "b", models=("alpha",))
+    for file in second.glob("ledger/*.json"):
+        record = json.loads(file.read_text())
+        record["config"]["removal_divisor"] = 3
+        record["key"] = file.stem[::-1]
+        record.pop("checksum", None)
+        file.unlink()
+        file.with_name(f"{record['key']}.json").write_text(json.dumps(record))
+    alone, both = (all_tables(find(read_study(folders, []))) for folders in ([first], [first, second]))
+    assert [row["config"] for row in both["changes"].rows] == [row["config"] for row in alone["changes"].rows]
 
 
 def test_what_a_training_changes_in_the_other_measures_has_the_error_of_the_same_items(tmp_path: Path) -> None:

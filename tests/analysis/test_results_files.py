@@ -16,9 +16,12 @@ from tune_prune.analysis.input import rows as columns
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.render.page import render
+from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
+
+SHORT = "method,seq_len,num_samples"
 
 
 def test_the_published_grid(tmp_path: Path) -> None:
@@ -159,6 +162,22 @@ def test_a_removal_divisor_that_few_rows_give_is_the_usual_one_in_the_others(tmp
     study = read_study([], [("a", csv(tmp_path, *rows, header=header))])
     assert study.models["a"].rows["removal_divisor"].tolist() == [2, 5, 2, 5]
     assert list(find(study).models["a"].levels["removal_divisor"].index) == [2, 5]
+
+
+def test_of_two_files_one_may_lack_the_removal_divisor(tmp_path: Path) -> None:
+    first = csv(tmp_path, "layerwise,16,8,2,.5", "layerwise,16,8,5,.6", header=f"{SHORT},removal_divisor,acc_mean\n")
+    (tmp_path / "other").mkdir()
+    second = csv(tmp_path / "other", "layerwise,32,8,.4", header=f"{SHORT},acc_mean\n")
+    study = read_study([], [("a", first), ("a", second)])
+    assert study.models["a"].rows["removal_divisor"].tolist() == [2, 5, 5]
+    assert [factor for factor, *_ in find(study).models["a"].edges] == ["seq_len", "removal_divisor"]
+
+
+def test_means_alone_are_no_mean_over_no_tasks_and_no_noise(tmp_path: Path) -> None:
+    path = csv(tmp_path, "layerwise,16,8,.5", "layerwise,32,8,.4", header=f"{SHORT},acc_mean\n")
+    findings = find(read_study([], [("a", path)]))
+    assert "Accuracy is the mean that the results file gives, without its tasks." in paragraphs(findings)[0]
+    assert "within_noise" not in {message.kind for message in findings.models["a"].warnings}  # no error is known
 
 
 def test_shapes_of_a_results_file(tmp_path: Path) -> None:

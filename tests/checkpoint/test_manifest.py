@@ -31,9 +31,9 @@ from tests.search_folders import TINY_FOLDER
 from tune_prune.checkpoint import manifest, origin
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
+from tune_prune.core.config import EMBEDDED_DATA
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.data.sources import EMBEDDED_DATA
 from tune_prune.evaluation.item_scores import items_table
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource, resolve

@@ -200,9 +200,10 @@ def test_tasks_of_ones_own_are_said_to_be_such(
     assert f"accuracy on {said} (chance: .3570 on average)" in text
 
 
-def test_numbers_of_an_embedded_model_are_said_to_be_such(tmp_path: Path) -> None:
-    run = replace(RUN, model="tiny-llama", data_dir=None, calibration="embedded", protocol=EvaluationProtocol())
-    base = replace(BASE, model="tiny-llama", label="tiny-llama", revision=None)
+@pytest.mark.parametrize(("model", "data_dir"), [("tiny-llama", None), ("pruned-before", "embedded")])
+def test_numbers_of_an_embedded_model_are_said_to_be_such(model: str, data_dir: str | None, tmp_path: Path) -> None:
+    run = replace(RUN, model=model, data_dir=data_dir, calibration="embedded", protocol=EvaluationProtocol())
+    base = replace(BASE, model=model, label=model, revision=None)
     text = card(tmp_path, base=base, source=run)
     assert "perplexity on the perplexity text embedded in tune_prune" in text
     assert "accuracy on all items of each of the tasks embedded in tune_prune" in text

@@ -51,6 +51,23 @@ def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [record.started_at for record in Ledger(FolderStore(folder)).records()] == [r.started_at for r in records]
 
 
+@pytest.mark.slow
+def test_the_report_of_a_search_is_that_of_its_folder(tmp_path: Path) -> None:
+    """How many trials an adaptive search plans, on what they ran, by which versions and at what cost."""
+    path = tmp_path / "space.yaml"
+    path.write_text("search: optuna\nnum_trials: 2\nmethod: [magnitude, random]\nseq_len: 16\nnum_samples: 8\n")
+    found = tune_prune.search("tiny-llama", path, limit=5, storage_path=tmp_path, name="r", tasks="piqa", inline=True)
+    folders = []
+    for name, results in (("now", found), ("later", tune_prune.load_results(tmp_path / "r"))):
+        results.report(tmp_path / name)
+        folders.append(
+            {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*.*") if file.suffix != ".pdf"}
+        )
+    assert folders[0] == folders[1]
+    text = folders[0]["paragraphs.md"].decode()
+    assert "tune_prune" in text and "Ray" not in text
+
+
 def test_a_measure_is_the_mean_of_what_is_known() -> None:
     metrics = {"acc_mean": 0.5, "ppl": 12.0, "gold_logprob_mean": -8.0, "kl_text": 1.0, "kl_tasks": 3.0}
     assert [measured(metrics, name) for name in MEASURES] == [0.5, -12.0, -8.0, -2.0]

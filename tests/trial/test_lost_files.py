@@ -16,9 +16,9 @@ import torch
 
 from tests.trials import BLOCKWISE, RUN
 from tune_prune import embedded, prune
+from tune_prune.core.config import EMBEDDED_DATA
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS
-from tune_prune.data.sources import EMBEDDED_DATA
 from tune_prune.models.catalog import resolve
 from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import Residency

@@ -42,6 +42,7 @@ RULES = (
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
 _STEPS = 6  # imports, reading, statistics, layout, figures, tables and reports
+_OF_REPORT = ("rule", "within", "percent", "lang", "seed", "output")  # flags of what --export-study does not write
 _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
 
 
@@ -174,7 +175,8 @@ def _main(argv: list[str]) -> None:
     UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
     output that cannot be written.
     """
-    args = parser().parse_args(argv)
+    flags = parser()
+    args = flags.parse_args(argv)
     if not args.folders and not args.csv:
         raise UserError(
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
@@ -182,6 +184,10 @@ def _main(argv: list[str]) -> None:
     if args.overwrite and args.export_study is None:
         raise UserError("--overwrite is for --export-study; leave it out: what is in --output is replaced by the newer")
     if args.export_study is not None:
+        if ignored := [name for name in _OF_REPORT if getattr(args, name) != flags.get_default(name)]:
+            raise UserError(
+                f"--{ignored[0]} is for the report, and --export-study writes the trials alone; leave it out, or give two commands"
+            )
         from tune_prune.analysis.input.reading import read_study
         from tune_prune.analysis.optuna_study import export_study
 

@@ -28,11 +28,20 @@ ZERO_SHOT_METRIC = {
 }
 ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 
+EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral")  # which tune_prune/embedded has
+EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
+
 PERPLEXITY_TOKENS = Whole(2, 10**9)
 MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
 PROTOCOL_VERSION = 2
+
+
+def reads_embedded_data(model: str, data_dir: str | None) -> bool:
+    """Whether a run of `model` has the embedded tasks and perplexity text: one of an embedded model without a --data-dir, and of
+    what was pruned from one (EMBEDDED_DATA)."""
+    return model in EMBEDDED_MODELS if data_dir is None else data_dir == EMBEDDED_DATA
 
 
 def alignment(shape: str) -> int | None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tune_prune import embedded
-from tune_prune.core.config import PROTOCOL_VERSION, ModelRun
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, reads_embedded_data
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.values.kinds import texts_of
@@ -21,15 +20,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SUITE_VERSION = 1  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
-EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
 
 def uses_embedded_data(run: ModelRun) -> bool:
-    """Whether tasks and perplexity text are the embedded ones: for embedded models without a --data-dir, and for what was
-    pruned from one (EMBEDDED_DATA)."""
-    if run.data_dir is None:
-        return run.model in embedded.MODEL_NAMES
-    return run.data_dir == EMBEDDED_DATA
+    """Whether its tasks and perplexity text are the embedded ones."""
+    return reads_embedded_data(run.model, run.data_dir)
 
 
 def task_source(run: ModelRun) -> task_files.TaskSource:

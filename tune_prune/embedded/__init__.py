@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tune_prune.core.config import EMBEDDED_MODELS as MODEL_NAMES
 from tune_prune.core.errors import UserError, did_you_mean
 
 TRAINED_TOKENS = 128  # of a training sample: what the models see beyond them they have never seen
-
-MODEL_NAMES = ("tiny-llama", "tiny-qwen2", "tiny-mistral")
 
 _HERE = Path(__file__).resolve().parent
 

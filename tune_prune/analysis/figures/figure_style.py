@@ -22,7 +22,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from tune_prune.analysis.render.messages import in_percent
 from tune_prune.core.files import atomic_write_bytes
@@ -151,12 +151,12 @@ def spread_axis(axis: XAxis | YAxis) -> None:
         axis.set_major_locator(MaxNLocator(min(4, most)))
         axis.set_major_formatter("{x:g}")
         return
+    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
     for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        round_numbers = LogLocator(subs=steps, numticks=most).tick_values(low, high)
-        ticks = [number for number in round_numbers if low <= number <= high]
+        ticks = [tick for decade in decades for step in steps if low <= (tick := step * 10.0**decade) <= high]
         if len(ticks) <= most:
             break
-    _log_axis(axis, ticks)
+    _log_axis(axis, ticks[:: math.ceil(len(ticks) / most)])
 
 
 def level_axis(axis: XAxis | YAxis, levels: Sequence[int]) -> None:

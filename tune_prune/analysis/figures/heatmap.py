@@ -50,7 +50,9 @@ def heatmap(model: ModelFindings) -> Figure:
         step = math.ceil(len(levels) / MAX_LEVELS)
         axis.set_ticks(np.arange(0.5, len(levels), step), levels[::step])
 
-    cells = eligible.drop_duplicates(["method", *CALIBRATION])  # the best of each, which stands first
+    read = eligible["method"].isin(reading)
+    places = eligible[["method"]].assign(**{factor: eligible[factor].where(read, 0) for factor in CALIBRATION})
+    cells = eligible[~places.duplicated()]  # the best of each, which stands first
     tied = eligible.index[eligible["in_confidence_set"] & (model.basis != "unknown")]
     low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
     scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)

@@ -38,8 +38,6 @@ def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], M
     about, cost = _about(store, lost), _cost(store, lost)
     baselines = _baselines(store, about, lost)
     rows = frame(_records(Ledger(store), about, lost), folder)
-    speeds, damaged = readable_speeds(store)
-    lost += map(_damaged, damaged)
     if LEDGER not in store.folders() and store.has(RESULTS):
         lost.append(Problem(str(folder / LEDGER), f"it is missing: the trials are those of {RESULTS}"))
         try:
@@ -50,7 +48,14 @@ def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], M
     if not found:
         what = "; ".join(f"{problem.where}: {problem.what}" for problem in lost) or "its ledger is empty"
         raise UserError(f"experiment {folder} holds no trial and names no model ({what}); name another folder")
-    return [replace(part, speeds=tuple(speeds)) for part in found], about, cost
+    return with_speeds(folder, found), about, cost
+
+
+def with_speeds(folder: Location, parts: Sequence[Model]) -> list[Model]:
+    """The same models of the experiment in `folder` with the speeds measured of its trials; damaged ones are a problem of each."""
+    speeds, damaged = readable_speeds(open_store(folder))
+    problems = tuple(map(_damaged, damaged))
+    return [replace(part, speeds=tuple(speeds), problems=(*part.problems, *problems)) for part in parts]
 
 
 def model_rows(

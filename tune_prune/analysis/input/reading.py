@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.experiment_reader import is_experiment, model_rows, read_experiment
+from tune_prune.analysis.input.experiment_reader import is_experiment, model_rows, read_experiment, with_speeds
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_of, frame
 from tune_prune.analysis.input.study import Model, Problem, Study
-from tune_prune.core.config import ModelRun, PruningConfig, group_labels
+from tune_prune.core.config import ZERO_SHOT_TASKS, ModelRun, PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import number
 from tune_prune.core.records import TrialRecord
@@ -82,10 +82,16 @@ def _real(path: Location) -> Location:
 
 
 def study_of_search(
-    folder: Location, about: Mapping[str, Any], baselines: Mapping[str, TrialRecord], records: Sequence[TrialRecord]
+    folder: Location,
+    about: Mapping[str, Any],
+    baselines: Mapping[str, TrialRecord],
+    records: Sequence[TrialRecord],
+    cost: Mapping[str, Any] | None = None,
 ) -> Study:
-    """The study of one experiment whose `records`, dense `baselines` by label and experiment.json (`about`) were read already."""
-    return Study(_models(model_rows(folder, about, baselines, frame(records, folder))), {folder: about})
+    """The study of one experiment whose `records`, dense `baselines` by label, experiment.json (`about`) and cost.json (`cost`)
+    were read already."""
+    parts = with_speeds(folder, model_rows(folder, about, baselines, frame(records, folder)))
+    return Study(_models(parts), {folder: about}, {folder: cost} if cost else {})
 
 
 def _places(folder: Location) -> list[tuple[str | None, Location]]:
@@ -188,7 +194,7 @@ def _models(parts: list[Model]) -> dict[str, Model]:
             what = f"{key.label} was measured there by other settings or data: it is a model of its own"
             where = ", ".join(dict.fromkeys(str(part.origins[0]) for other in others for part in groups[other]))
             notes.append(Problem(where, what, "note"))
-        models[label] = _merged(base, label, groups[key], notes)
+        models[label] = _merged(base, label, f"{key.label} {key.measured}", groups[key], notes)
     return models
 
 
@@ -216,20 +222,24 @@ def _names(key: _Key, groups: Mapping[_Key, list[Model]], taken: Mapping[str, Mo
     return model + by, next(name for name in numbered if name not in taken)
 
 
-def _merged(base: str, label: str, parts: list[Model], notes: list[Problem]) -> Model:
+def _merged(base: str, label: str, kin: str, parts: list[Model], notes: list[Problem]) -> Model:
     filled = [part.rows for part in parts if not part.rows.empty] or [parts[0].rows]
     rows = pd.concat(filled, ignore_index=True)
+    if rows["removal_divisor"].notna().any():  # not in all of several results files
+        rows["removal_divisor"] = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
     names = [config_of(row).name for _, row in rows.iterrows()]
     rows = rows.assign(name=pd.Series(names, dtype="str"), model=label)
     rows, duplicates = _without_duplicates(rows)
-    problems = [*notes, *(problem for part in parts for problem in part.problems), *duplicates, *_of_rows(rows)]
+    source = next((part.source for part in parts if part.source), None)
+    problems = [*notes, *(problem for part in parts for problem in part.problems), *duplicates, *_of_rows(rows, source)]
     return replace(
         parts[0],
         label=label,
         base=base,
+        kin=kin,
         rows=rows.drop(columns="where"),
         baseline=next((part.baseline for part in parts if part.baseline), {}),
-        source=next((part.source for part in parts if part.source), None),
+        source=source,
         window=next((part.window for part in parts if part.window), None),
         speeds=tuple({(one.key, one.conditions): one for part in parts for one in part.speeds}.values()),
         seedless=tuple({method for part in parts for method in part.seedless}),
@@ -253,18 +263,21 @@ def _without_duplicates(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[Problem]
     return kept.sort_index().reset_index(drop=True), problems
 
 
-def _of_rows(rows: pd.DataFrame) -> list[Problem]:
-    """What is wrong with single rows, and which columns are empty in all."""
+def _of_rows(rows: pd.DataFrame, source: Mapping[str, Any] | None) -> list[Problem]:
+    """What is wrong with single rows, and which columns are empty in all; not those of tasks that `source` does not ask for."""
     problems = []
     complete = rows[rows["success"]]
-    empty = [name for name in _CHECKED if complete[name].isna().all()]
+    asked = ZERO_SHOT_TASKS if source is None else source["protocol"]["tasks"]
+    unasked = {f"acc_{task}" for task in ZERO_SHOT_TASKS if task not in asked}
+    checked = [name for name in _CHECKED if name not in unasked]
+    empty = [name for name in checked if complete[name].isna().all()]
     if len(complete) and empty:
         problems.append(Problem("", f"no row has {', '.join(empty)}"))
-    gradients = [name for name in _CHECKED if name.startswith("grad_")]
+    gradients = [name for name in checked if name.startswith("grad_")]
     # A method of which no trial has any took no gradients: they are not missing.
     taken = set(complete.loc[complete[gradients].notna().any(axis=1), "method"])
-    values = rows[_CHECKED].astype("float64")
-    finite = np.isfinite(values) | np.isin(_CHECKED, empty)
+    values = rows[checked].astype("float64")
+    finite = np.isfinite(values) | np.isin(checked, empty)
     finite.loc[~rows["method"].isin(taken), gradients] = True
     for index, row in rows[~rows["success"] | ~finite.all(axis="columns")].iterrows():
         if not row["success"]:

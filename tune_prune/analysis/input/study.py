@@ -50,14 +50,17 @@ class Model:
     kind: Literal["experiment", "published"] = "experiment"
     binomial: bool = False  # a results file without standard errors, whose are made of the sizes of the published tasks
     base: str = ""  # the label without pruning ratio and recovery: equal for what differs in those only
+    kin: str = ""  # equal for what is of the same model and was measured alike, however many labels tell it apart
     measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
     seedless: tuple[str, ...] = ()  # methods that read no seed and so have no draws, where experiment.json tells
     speeds: tuple[SpeedRecord, ...] = ()  # of trials of these origins, under any conditions
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks that the rows have a column for."""
-        return tasks_of(self.rows)
+        """The tasks that were measured; where no accuracy but the mean is known, all that the rows have a column for."""
+        names = tasks_of(self.rows)
+        known = self.rows[[f"acc_{name}" for name in names]].notna().any()
+        return [name for name in names if known[f"acc_{name}"] or f"acc_{name}" in self.baseline] or names
 
     @property
     def compared_speeds(self) -> Mapping[str, SpeedRecord]:

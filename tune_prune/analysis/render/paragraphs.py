@@ -7,7 +7,6 @@ correlation where its interval leaves out zero. Elsewhere it says that the data 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tune_prune.analysis.statistics.rules import BY_TEXT
 from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
-from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.config import ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.terminal.escapes import markdown
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import texts_of
@@ -87,7 +86,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
     seeds = {int(seed) for trials, source in runs for seed in trials["seed"].fillna(source["seed"])}
     versions = {f"{name} {version}" for entry in about for name, version in entry.get("versions", {}).items()}
     return {
-        "embedded": [_is_embedded(source) for source in sources],
+        "embedded": [reads_embedded_data(source["model"], source["data_dir"]) for source in sources],
         "on_ray": [entry for entry in about if not (entry.get("settings") or {}).get("inline")],
         "adaptive": any(entry.get("search") == "optuna" for entry in about),
         "devices": sorted(set(eligible["device_name"]) - {""}),
@@ -136,8 +135,3 @@ def _reserved(eligible: pd.DataFrame) -> list[str]:
         amounts = [(cpus, "CPU"), (gpus, "GPU")]
         texts.append(" and ".join(f"{n:g} {name}{'' if n == 1 else 's'}" for n, name in amounts if n))
     return texts
-
-
-def _is_embedded(source: Mapping[str, Any]) -> bool:
-    """Whether a run read the texts and tasks embedded in tune_prune: one of a model that is neither of the hub nor a folder."""
-    return not source["data_dir"] and not source["revision"] and "/" not in source["model"]

@@ -9,7 +9,7 @@ NaN and its reason stands beside it as a `Message`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +20,8 @@ from tune_prune.analysis.input.errors import with_wilson_errors
 from tune_prune.analysis.input.items import ItemReader
 from tune_prune.analysis.input.measures import with_gold_logprobs
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import plain_value, ranked
-from tune_prune.analysis.input.study import Study, measured_apart
+from tune_prune.analysis.input.rows import configuration_of, plain_value, ranked
+from tune_prune.analysis.input.study import Model, Study, measured_apart
 from tune_prune.analysis.statistics import draws
 from tune_prune.analysis.statistics.comparison import compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit
@@ -110,6 +110,16 @@ class Findings:
         return {name: min(members, key=lambda one: size[one.model.label]) for name, members in able.items() if members}
 
 
+def _untrained(model: Model, models: Iterable[ModelFindings]) -> ModelFindings | None:
+    """Of the untrained ones of the same model and ratio, measured alike, that with the most of its configurations."""
+    alike = [
+        one for one in models if not one.model.trained and (one.model.kin, one.model.ratio) == (model.kin, model.ratio)
+    ]
+    own = {configuration_of(row).untrained() for _, row in model.rows.iterrows()}
+    shared = [len(own & {configuration_of(row).canonical() for _, row in one.eligible.iterrows()}) for one in alike]
+    return alike[shared.index(max(shared))] if alike else None
+
+
 def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WITHIN) -> Findings:
     """The findings of `study`, the best of each model chosen by `rule` (one of RULES); `within` is of rule "smallest".
 
@@ -120,7 +130,6 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
         raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
     items = DrawItems(ItemReader())
     models: dict[str, ModelFindings] = {}
-    untrained: dict[tuple[str, float], ModelFindings] = {}
     for label, read in study.models.items():  # of a model trained ones come after the others
         model = with_gold_logprobs(with_wilson_errors(read))
         trials = ranked(model.rows)
@@ -151,10 +160,8 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
         models[label] = ModelFindings(
             *(model, rule, eligible, trials, several, interactions, variances),
             *(comparison, scores, message, chosen, seed, items),
-            untrained.get((model.base, model.ratio)),
+            _untrained(model, models.values()) if model.trained else None,
         )
-        if not model.trained:
-            untrained[model.base, model.ratio] = models[label]
     without = tuple(label for label in study.models if label not in models)
     findings = Findings(study, rule, within, models, without, items)
     for label, members in findings.series.items():

@@ -272,7 +272,7 @@ class ModelFindings:
             yield Message(f"edge_{side}", {"factor": factor, "value": value})
         first = eligible["name"].iloc[0]
         others = [name for name in self.tied if name != first]
-        if others:
+        if others and self.basis != "unknown":
             points = -float(self.named(others[0])["difference_points"])
             yield Message("within_noise", {"best": first, "others": others, "points": points})
         if fit is not None and fit.naive - fit.corrected > fit.stderr:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.study import Model, Problem
@@ -117,8 +118,8 @@ def draws(findings: Findings) -> Table | None:
             own = found.draws[index]
             half = found.comparison.half_width(place)
             values = {
-                "low": row["acc_mean"] - half,
-                "high": row["acc_mean"] + half,
+                "low": np.clip(row["acc_mean"] - half, 0, 1),
+                "high": np.clip(row["acc_mean"] + half, 0, 1),
                 "spread": 100 * own["acc_mean"].std(),
             }
             for seed, accuracy in zip(own["seed"], own["acc_mean"], strict=True):

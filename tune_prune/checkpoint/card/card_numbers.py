@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tune_prune import embedded
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.config import ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import number
 from tune_prune.core.terminal.escapes import markdown, markdown_code
 from tune_prune.models.gguf.files import GgufOrigin
@@ -78,7 +77,7 @@ def measured_on(manifest: Manifest) -> str:
     if source is None:
         return "Measured by tune_prune."
     protocol = source.protocol
-    own_data = source.data_dir is None and source.model in embedded.MODEL_NAMES
+    own_data = reads_embedded_data(source.model, source.data_dir)
     text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
     if protocol.perplexity_tokens is not None:
         text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
