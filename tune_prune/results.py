@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.command import why_nothing, write_analysis
+from tune_prune.analysis.command import check_output, why_nothing, write_analysis
 from tune_prune.analysis.cost import totals, write_cost
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study, study_of_search
@@ -95,12 +95,13 @@ class Results:
         """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model.
 
         With `output`, all that `python -m tune_prune.analysis` writes goes to that folder: report.html, figures/, tables/. Raises
-        UserError where no trial is complete.
+        UserError where no trial is complete, and where that folder cannot be written or is an experiment.
         """
         if not self.findings.models:
             raise UserError(why_nothing(self.findings.study))
         if output is not None:
-            write_analysis(self.findings, Path(output).expanduser(), language)
+            check_output(path := Path(output).expanduser())
+            write_analysis(self.findings, path, language)
         return report(self.findings, language)
 
     def __repr__(self) -> str:

@@ -167,6 +167,8 @@ def test_results_of_a_folder(tmp_path: Path) -> None:
         assert best["retained"] == pytest.approx(best["acc_mean"] / dense)
         assert str(label) in results.report() and str(label) in str(results)
     assert "17 of 18" in repr(results) and results.cost["trials"] == 36
+    with pytest.raises(UserError, match="is an experiment, whose own files a search writes"):
+        results.report(folder)
 
 
 WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {

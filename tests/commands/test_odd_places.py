@@ -93,7 +93,10 @@ def test_names_that_are_no_text(refused: Callable[..., str]) -> None:
 def test_flags_that_nothing_reads(refused: Callable[..., str]) -> None:
     assert "--json is for --status" in refused(search.main, *TINY, "--json")
     assert "--overwrite is for --export-study" in refused(analysis.main, "x", "--overwrite")
-    assert "nope" in (sentence := refused(search.main, "--status", "nope", "--gpu", "4090")) and "--dry-run" not in sentence
+    assert (
+        "nope" in (sentence := refused(search.main, "--status", "nope", "--gpu", "4090"))
+        and "--dry-run" not in sentence
+    )
     for flags in (("--rule", "kl"), ("--within", "3"), ("--percent",), ("--lang", "zh"), ("--output", "y")):
         sentence = refused(analysis.main, "x", "--export-study", "y.db", *flags)
         assert f"{flags[0]} is for the report, and --export-study writes the trials alone" in sentence

@@ -197,7 +197,7 @@ def _main(argv: list[str]) -> None:
         raise UserError(f"--within {args.within:g} is for --rule smallest; give that rule, or leave it out")
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
-    _check_output(output)
+    check_output(output)
     from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.render.messages import accuracies_in_percent
     from tune_prune.analysis.statistics.findings import find
@@ -265,7 +265,7 @@ def write_analysis(
     return files
 
 
-def _check_output(output: Path) -> None:
+def check_output(output: Path) -> None:
     """That `output` can be written, before anything is computed for it; creates nothing."""
     try:
         check_writable(output.absolute())
