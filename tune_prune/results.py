@@ -26,7 +26,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import TrustingRun
 from tune_prune.core.errors import UserError, refused
 from tune_prune.core.files import remove_unfinished
-from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_about, read_baselines
+from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.process import temporary
 from tune_prune.core.records import TrialRecord, failure_counts, may_pass
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
@@ -162,7 +162,7 @@ def _run(
         remove_unfinished(folder.parent / artifact_cache.FOLDER, older_s=86_400.0)  # other searches write there
     recorded, baselines = ledger.records(), read_baselines(store)
     before = totals(recorded, baselines, passes.read(), attempts.read([*recorded, *baselines.values()]))
-    models = experiment.write(store, plan, list(command))  # those of earlier starts, too
+    about = experiment.write(store, plan, list(command))
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
         experiment_dir=folder,
@@ -188,7 +188,7 @@ def _run(
         run_search(jobs, options)
     else:
         try:
-            _run_by_decisions(plan, store, jobs, options, models)
+            _run_by_decisions(plan, store, jobs, options, about)
         except BaseException:  # between two rounds nobody else says so
             with _warned(store, STATUS):
                 status.ended(store, "stopped")
@@ -208,7 +208,7 @@ def _run(
             time.monotonic() - started,
             attempts.read([*records, *baselines.values()]),
         )
-    measured = study_of_search(folder, read_about(store) or {}, baselines, records, cost)
+    measured = study_of_search(folder, about, baselines, records, cost)
     findings = find(measured, _rule(measured, settings.objective))
     write_views(store, records, findings, lambda name: _warned(store, name))
     return Results(folder, findings, cost)
@@ -229,7 +229,7 @@ def _warned(store: Store, name: str) -> Iterator[None]:
 
 
 def _run_by_decisions(
-    plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, models: Mapping[str, Any]
+    plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, about: dict[str, Any]
 ) -> None:
     """What no decision is made for, then draw by draw those that may still be the best (`planning.draws`), then with training the
     best of them (`planning.recoveries`). What has failed for a reason that may pass is tried once more before a decision, and left
@@ -237,7 +237,7 @@ def _run_by_decisions(
     from tune_prune.tuning.driver import connected, run_search
 
     def study(records: Sequence[TrialRecord]) -> Study:
-        return study_of_search(plan.experiment_dir, {"models": models}, read_baselines(store), records)
+        return study_of_search(plan.experiment_dir, about, read_baselines(store), records)
 
     def tell(name: str, decisions: Sequence[object]) -> None:
         for one in decisions:
@@ -263,10 +263,10 @@ def _run_by_decisions(
             measured = [record for record in ledger.records() if record.key in draws.given]
             if plan.settings.draws is not None:
                 draws.decide(measured)
-                experiment.write_given(store, plan, draws.given, draws=draws.rounds)
+                experiment.write_given(store, plan, about, draws.given, draws=draws.rounds)
                 tell("draws", draws.rounds[told:])
         if plan.settings.recover is not None:
             trained, keys = recoveries.choose(plan, find(study(measured)), draws.given)
-            experiment.write_given(store, plan, draws.given | keys, recovered=trained)
+            experiment.write_given(store, plan, about, draws.given | keys, recovered=trained)
             tell("recovery", trained)
             run_search(jobs, replace(options, only=frozenset(keys)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +170,7 @@ def test_rounds_are_one_search_on_one_ray(searched, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cluster, "connected", connected)
     monkeypatch.setattr(driver, "run_search", run_search)
     results._run_by_decisions(
-        plan_of(searched), store, [], TuneOptions(path, scheduler="race", kl_filter=True), about["models"]
+        plan_of(searched), store, [], TuneOptions(path, scheduler="race", kl_filter=True), deepcopy(about)
     )
     assert stopping == [("race", True), *[("none", False)] * (len(stopping) - 1)]
     assert done == ["joined", *["running"] * (len(done) - 2), "left"] and len(done) > 4

@@ -205,7 +205,7 @@ def test_what_may_pass_is_tried_once_more_before_anything_is_decided(
             ledger.write(good if passes and len(rounds) > 1 else bad)
 
     monkeypatch.setattr(driver, "run_search", run_search)
-    results._run_by_decisions(own, store, [], TuneOptions(folder, inline=True), about["models"])
+    results._run_by_decisions(own, store, [], TuneOptions(folder, inline=True), about)
     said = capsys.readouterr().out
     again = f"again        1 {FAILURES[failure]}: tried once more before anything is decided\n"
     may_pass = failure != "infeasible"

@@ -349,7 +349,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     settings = SearchSettings(("tiny-llama",), str(space), gpus_per_trial=0, storage_path=str(tmp_path / "kept"))
     plan = make_plan(settings)
     (model,) = plan.models
-    models = experiment.write(FolderStore(plan.experiment_dir), plan, [])
+    models = experiment.write(FolderStore(plan.experiment_dir), plan, [])["models"]
     assert study_of_search(plan.experiment_dir, {"models": models}, {}, []).models["tiny-llama"].seedless == (
         "magnitude",
     )

@@ -233,26 +233,31 @@ def test_removals_of_a_later_step_take_less_at_once_before_the_model_is_held_oth
     assert trial.progress.notes == tuple(map(what.format, ("removal", "steps")))
 
 
-def _worthless_groups(geometry: Geometry) -> GroupScores:
-    """KV groups that every channel is worth more than."""
+def _scores(geometry: Geometry, groups: float = 1.0, channels: float = 1.0) -> GroupScores:
+    """Of KV groups up to `groups`, of channels up to `channels`, and of both from half of that."""
     rng = np.random.default_rng(geometry.total_params)
-    groups, channels = ([rng.random(n) for n in sizes] for sizes in (geometry.kv_heads, geometry.mlp_width))
-    return GroupScores(tuple(values * 1e-6 for values in groups), tuple(1 + values for values in channels))
+    parts = ((geometry.kv_heads, groups), (geometry.mlp_width, channels))
+    return GroupScores(*(tuple(most * rng.uniform(0.5, 1, n) for n in sizes) for sizes, most in parts))
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4, 8, 16, 48])
-@pytest.mark.parametrize("shape", ["free", "aligned-8", "uniform"])
-def test_groups_that_are_larger_than_a_step_s_part_go_none_the_less(context, shape, steps):
-    """In `uniform` a KV group of every layer is that from the third step on, in the others one is from the eleventh; the parts of
-    fewer are filled with channels where another group does not fit."""
+@pytest.mark.parametrize("steps", [2, 3, 4, 6, 8, 11, 16, 48])
+@pytest.mark.parametrize(
+    ("shape", "worthless"),
+    [("free", "groups"), ("aligned-8", "groups"), ("uniform", "groups"), ("aligned-32", "channels")],
+)
+def test_what_is_larger_than_a_step_s_part_goes_none_the_less(context, shape, worthless, steps):
+    """In `uniform` a KV group of every layer is that from the third step on, else one is from the eleventh, and a block of 32
+    channels from the sixth; parts that hold few are filled with channels where another group does not fit."""
     geometry, config = context.loaded.geometry, replace(ONE, pruning_ratio=0.2, shape=shape, steps=steps)
-    target, whole = budget(geometry, 0.2, shape), _worthless_groups(geometry)
-    once = select(whole, geometry, 0.2, shape)
-    plan = PruningPlan.keep_all(geometry)
+    target, worth = budget(geometry, 0.2, shape), {worthless: 1e-6}
+    once, plan = select(_scores(geometry, **worth), geometry, 0.2, shape), PruningPlan.keep_all(geometry)
     for number in range(1, steps + 1):
-        scores, before = _worthless_groups(geometry_of(plan, geometry)), plan.removed_params
+        before, scores = plan.removed_params, _scores(geometry_of(plan, geometry), **worth)
         plan = Step(plan, scores).next(context, config, number)
         assert before <= plan.removed_params <= target * number // steps
-    assert target - plan.removed_params < geometry.channel_cost[0] * {"free": 1, "aligned-8": 8}.get(shape, 5)
-    dense, alone, now = (sum(map(len, kept)) for kept in (whole.attention, once.kept_groups, plan.kept_groups))
-    assert dense - now >= (dense - alone) * (1 if shape == "uniform" or steps > 10 else 0.8) > 0
+    assert target - plan.removed_params < geometry.channel_cost[0] * {"free": 1, "uniform": 5}.get(shape, 32)
+    kept, kept_once = (sum(map(len, getattr(made, f"kept_{worthless}"))) for made in (plan, once))
+    whole = sum(geometry.kv_heads if worthless == "groups" else geometry.mlp_width)
+    part = geometry.group_cost[0] if worthless == "groups" else 32 * geometry.channel_cost[0]
+    waits = shape == "uniform" or target // steps < part
+    assert whole - kept >= (whole - kept_once) * (0.8 if waits else 0.6) > 0

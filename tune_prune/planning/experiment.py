@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ import pyarrow
 from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import MAX_NAME, DamagedFile
+from tune_prune.core.files import MAX_NAME, DamagedFile, to_json
 from tune_prune.core.hashing import is_sealed
 from tune_prune.core.ledger import (
     Ledger,
@@ -157,8 +158,8 @@ def _models(store: Store, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
-    """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept; gives all of
-    them, by label. Hold `store.lock()`: another search may have started since the plan was made."""
+    """experiment.json: what the experiment is, for people and for the analysis, which it gives, too. Models of earlier starts are
+    kept. Hold `store.lock()`: another search may have started since the plan was made."""
     check_same_identity(store, {model.run.label: model.identity() for model in plan.models}, plan.objective)
     about = read_about(store) or {"models": {}}
     if not is_sealed(about):
@@ -181,22 +182,20 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             **({"seedless": sorted(seedless)} if seedless else {}),
             **({} if model.gguf is None else {"gguf": asdict(model.gguf)}),
         }
-    write_about(
-        store,
-        {
-            "schema_version": 1,
-            "command": command,
-            "settings": asdict(plan.settings),
-            "search": plan.space.search,
-            "num_trials": plan.trials_per_model,
-            "space": {"name": plan.space.name} | plan.searched(),
-            "models": models,
-            "versions": {"tune_prune": __version__}
-            | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
-            "git_commit": git_commit(),
-        },
-    )
-    return models
+    now: dict[str, Any] = {
+        "schema_version": 1,
+        "command": command,
+        "settings": asdict(plan.settings),
+        "search": plan.space.search,
+        "num_trials": plan.trials_per_model,
+        "space": {"name": plan.space.name} | plan.searched(),
+        "models": models,
+        "versions": {"tune_prune": __version__}
+        | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
+        "git_commit": git_commit(),
+    }
+    write_about(store, now)
+    return dict(json.loads(to_json(now)))  # as who reads the file has it
 
 
 def _mixtures(texts: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -211,12 +210,15 @@ def _trial_keys(plan: Plan, model: ModelPlan, given: Collection[str] | None = No
     return {key: config.name for config, key in model.trials if key in given}
 
 
-def write_given(store: Store, plan: Plan, given: Collection[str], **decisions: Iterable[Round | Trained]) -> None:
-    """Add to experiment.json which trials were given so far, and by which decisions: `draws`, `recovered`."""
-    about = read_about(store) or {}
+def write_given(
+    store: Store, plan: Plan, about: dict[str, Any], given: Collection[str], **decisions: Iterable[Round | Trained]
+) -> None:
+    """Add to experiment.json (`about`, as `write` gave it) which trials were given so far, and by which decisions: `draws`,
+    `recovered`."""
     for model in plan.models:
         about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, given)
-    write_about(store, about | {name: [one.to_dict() for one in made] for name, made in decisions.items()})
+    about |= {name: [one.to_dict() for one in made] for name, made in decisions.items()}
+    write_about(store, about)
 
 
 def _seal(store: Store) -> None:

@@ -123,7 +123,8 @@ def on_the_way(
     target = whole * step // steps
     if shape == "uniform":
         return further(plan, scores, geometry, target, shape, cap, whole=whole)
-    spare, waits = 0, whole // steps < max(geometry.group_cost)
+    block = (alignment(shape) or 1) * max(geometry.channel_cost)
+    spare, waits = 0, whole // steps < max(block, *geometry.group_cost)
     while True:
         found = further(plan, scores, geometry, target, shape, cap, spare, whole if waits else 0)
         left = geometry_of(found, geometry)
@@ -187,7 +188,7 @@ def _lowest_first(
     scores: GroupScores, geometry: Geometry, floors: Floors, target: int, waits: bool
 ) -> tuple[Kept, Kept]:
     """Kept KV groups and MLP channels after removing in ascending score, down to the floors, what fits into `target` parameters;
-    where it `waits`, up to the first KV group that may go and does not fit."""
+    where it `waits`, up to the first that may go and does not fit."""
     values = [part for pair in zip(scores.attention, scores.mlp, strict=True) for part in pair]
     flat = np.concatenate(values)
     sizes = [len(part) for part in values]
@@ -221,7 +222,7 @@ def _lowest_first(
             break
         if cost(position) <= left:
             remove(position)
-        elif waits and not blocks[position] % 2 and there[blocks[position]] > least[blocks[position]]:
+        elif waits and there[blocks[position]] > least[blocks[position]]:
             break
 
     # Where every channel that may go is gone and another would fit: one more group goes, and the best channels come back for it.
