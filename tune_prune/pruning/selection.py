@@ -89,7 +89,7 @@ def further(
     shape: str,
     cap: float = 1.0,
     spare: int = 0,
-    whole: int = 0,
+    whole: int | None = None,
 ) -> PruningPlan:
     """`plan`, of a model of that `geometry`, going on until `target` parameters in all are removed: it drops the lowest-scored of
     what it keeps, which `scores` are of, and leaves layers of that shape, each with `spare` channels more than it must keep, where
@@ -97,8 +97,12 @@ def further(
     its way to that many: a part that may go and does not fit yet is waited for. Raises NotFinite."""
     left, floors = geometry_of(plan, geometry), Floors.of(geometry, cap).raised(spare)
     bounds = shapes.removal_bounds(left, shape, floors)
-    now, then = (min(max(most - plan.removed_params, bounds.least), bounds.most) for most in (target, whole))
-    groups, channels = _selected(scores, left, floors, now, shape, then if whole else None)
+
+    def within(goal: int) -> int:
+        return min(max(goal - plan.removed_params, bounds.least), bounds.most)
+
+    then = None if whole is None else within(whole)
+    groups, channels = _selected(scores, left, floors, within(target), shape, then)
     removed = plan.removed_params + _removed(left, groups, channels)
     kept = (_within(plan.kept_groups, groups), _within(plan.kept_channels, channels))
     return PruningPlan(*kept, target, removed, geometry.total_params)
@@ -126,7 +130,7 @@ def on_the_way(
     block = (alignment(shape) or 1) * max(geometry.channel_cost)
     spare, waits = 0, whole // steps < max(block, *geometry.group_cost)
     while True:
-        found = further(plan, scores, geometry, target, shape, cap, spare, whole if waits else 0)
+        found = further(plan, scores, geometry, target, shape, cap, spare, whole if waits else None)
         left = geometry_of(found, geometry)
         channels = Floors(left.kv_heads, Floors.of(geometry, cap).channels)
         enough = shapes.removal_bounds(left, shape, channels).most >= shapes.largest_part(left)
