@@ -194,6 +194,25 @@ def test_flags_that_do_not_fit_are_refused() -> None:
             resolve.space(settings("--draws", "3", *argv))
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "flag", "by", "instead"),
+    [
+        ("asha", "--objective", "perplexity", "--kl-filter"),
+        ("race", "--objective", "gold_logprob", "--scheduler race-gold"),
+        ("race", "--draws-by", "kl", "--kl-filter"),
+        ("race-gold", "--draws-by", "kl", "--kl-filter"),
+    ],
+)
+def test_no_scheduler_keeps_another_best_than_is_looked_for(scheduler: str, flag: str, by: str, instead: str) -> None:
+    argv = ["--draws", "2"] if flag == "--draws-by" else ["--search", "optuna"]
+    with pytest.raises(
+        UserError, match=rf"^--scheduler {scheduler} stops .* \({flag} {by}\); leave .*, or use {instead}"
+    ):
+        resolve.space(settings(*argv, flag, by, "--scheduler", scheduler))
+    for fits in ("accuracy", "gold_logprob"):  # no refusal
+        assert resolve.space(settings(*argv, flag, fits, "--scheduler", "race-gold"))
+
+
 def test_several_seeds_are_measured_whole_or_refused(tmp_path: Path) -> None:
     for scheduler in ("race", "asha"):
         with pytest.raises(

@@ -73,6 +73,7 @@ def space(settings: SearchSettings) -> SearchSpace:
             f"--objective {settings.objective} is for --search optuna, but a grid runs all {loaded.size} configurations; leave it "
             f"out, and choose among them with analysis --rule {settings.objective}"
         )
+    _check_scheduler(settings)
     if settings.draws is None and len(values["seed"]) > 1:
         _check_several_seeds(settings, loaded)
     loaded = replace(loaded, num_trials=_num_trials(settings, loaded))
@@ -149,6 +150,18 @@ def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> Non
             f"(seeds {', '.join(map(str, seeds))}), of which none may be stopped; leave one of them out, or give --draws "
             f"{len(seeds)} in place of the seeds, which goes on with what the first draw leaves"
         )
+
+
+def _check_scheduler(settings: SearchSettings) -> None:
+    """Raises UserError for a scheduler beside a flag that looks for another best than the one that it is to keep."""
+    keeps = "gold_logprob" if settings.scheduler == "race-gold" else "accuracy"
+    for flag, looks_for in (("--objective", settings.objective), ("--draws-by", settings.draws_by)):
+        if settings.scheduler != "none" and looks_for not in (keeps, "accuracy"):
+            instead = "use --scheduler race-gold" if looks_for == "gold_logprob" else "use --kl-filter in place of it"
+            raise UserError(
+                f"--scheduler {settings.scheduler} stops trials by {keeps}, which may stop the best by {looks_for} "
+                f"({flag} {looks_for}); leave one of them out, or {instead}"
+            )
 
 
 def _check_kl_filter(searched: SearchSpace) -> None:
