@@ -59,7 +59,7 @@ from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
-from tune_prune.tuning.observers.results import LedgerObserver, PrepareLines, PrepareObserver
+from tune_prune.tuning.observers.results import PrepareLines, PrepareObserver, RecordsObserver
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.preparation import PrepareJob, Work, prepare_jobs
@@ -165,7 +165,7 @@ class Cluster:
 
     def followers(self, jobs: int, gpus: int) -> tuple[list[Observer], list[Observer]]:
         """What follows a search, as tuning.driver has it: what it cannot do without, and its views."""
-        keepers = [LedgerObserver(self.settings, {}), LostWork(self.settings), PrepareObserver(lambda run, found: None)]
+        keepers = [RecordsObserver(), LostWork(self.settings), PrepareObserver(lambda run, found: None)]
         labels = {key: spec.run.label for key, spec in self.specs.items()}
         tensorboard = TensorBoardObserver(Path(self.settings.experiment_dir) / TENSORBOARD, labels)
         self.status = StatusObserver(self.settings, len(self.specs), 0, gpus, self.line.seconds_left)

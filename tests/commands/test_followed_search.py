@@ -168,3 +168,28 @@ def test_a_log_of_failures_and_an_interrupt(
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["recorded"] for event in events if event["event"] == "plan"] == [1]
     assert events[-1]["trials"] == {"complete": 3}
+
+
+def test_the_log_says_why_a_trial_was_stopped_and_what_it_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/watching.md says of `trial_end`: what the ledger has."""
+    space = "search: grid\nmethod: [taylor, random]\nseq_len: 16\nnum_samples: 8\n"
+    (tmp_path / "space.yaml").write_text(space)
+    argv = [
+        "--model",
+        "tiny-llama",
+        "--search-space",
+        str(tmp_path / "space.yaml"),
+        "--limit",
+        "16",
+        "--tasks",
+        "boolq",
+    ]
+    argv += ["--perplexity-tokens", "300", "--scheduler", "asha", "--pruning-ratio", "0.5", "--inline", "--log-json"]
+    assert search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (end,) = [event for event in events if event.get("status") == "stopped_early"]
+    record = Ledger(FolderStore(tmp_path / "one")).read(end["key"])
+    assert (end["reason"], end["seconds"], end["name"]) == (record.reason, record.elapsed_time_s, "random-s16-n8")
+    assert end["reason"].startswith("stopped by the scheduler at acc_mean ") and end["seconds"] > 0

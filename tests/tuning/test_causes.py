@@ -24,6 +24,7 @@ from tune_prune.tuning.ray_cluster import tuner
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH
 from tune_prune.tuning.ray_cluster.watch import loss
+from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
@@ -65,7 +66,8 @@ class Ended:
         self.settings = WorkerSettings(
             experiment_dir=folder, artifact_dir=folder, resources=TrialResources(), trial_timeout_s=7.5
         )
-        self.callback = tuner._ObserverCallback(WorkQueue([], [SPEC]), self.told, self.settings, lambda trial: work)
+        queue, rule = WorkQueue([], [SPEC]), StoppingRule()
+        self.callback = tuner._ObserverCallback(queue, self.told, self.settings, rule, lambda trial: work)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ def test_the_eta_follows_jobs_stages_and_slices():
     last = search.stage(first, "zero_shot", 5.0, items_scored=20, items_total=80)
     whole = 1 + 18 + 20
     assert search.shown().endswith(f"ETA {clock(15 + 3 * (whole + overhead) - 10)}")
-    search.line.on_end(first, last)  # stopped by a scheduler
+    stopped = last.progress.record("stopped_early", "by the scheduler")
+    search.line.on_end(first, replace(last, record=stopped))
     assert "[1/4] running 0, failed 0, stopped 1, ETA" in search.shown()
     assert search.shown(wait=0).endswith(f"ETA {clock(3 * (whole + overhead) - 10)}")
     second = search.start(SPECS["k1"])

@@ -28,7 +28,7 @@ from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
-from tune_prune.tuning.observers.results import FailuresObserver, LedgerObserver, PrepareLines, PrepareObserver
+from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, PrepareObserver, RecordsObserver
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
@@ -148,11 +148,10 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
             # Of all: what an earlier start has left goes on in the order that it had
             pending = [spec for spec in _shuffled(list(specs.values()), options.seed) if spec.key in left]
         queue = WorkQueue(prepared, pending, searcher)
-        ledger_observer = LedgerObserver(settings, rule.reasons)
-        preparations, lost = PrepareObserver(keep), LostWork(settings)
+        records, preparations, lost = RecordsObserver(), PrepareObserver(keep), LostWork(settings)
         tensorboard = TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs))
         views = [tensorboard, PrepareLines(len(prepared), line.say), line, status, *options.observers]
-        observers = Observers([ledger_observer, lost, preparations, FailuresObserver(rule.forget)], views, warn)
+        observers = Observers([records, lost, preparations, FailuresObserver(rule.forget)], views, warn)
         try:
             with status:
                 if options.inline:
@@ -172,8 +171,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         lost.note_all()
         if preparations.failure is not None:
             raise preparations.failure
-    ran = ledger_observer.records
-    return SearchResult({record.key: record for record in recorded} | ran, list(ran), baselines)
+    return SearchResult({record.key: record for record in recorded} | records.records, list(records.records), baselines)
 
 
 @contextmanager

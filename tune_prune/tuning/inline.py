@@ -9,7 +9,7 @@ import torch
 from tune_prune.core.errors import MachineError
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.observers.results import end_by_error
+from tune_prune.tuning.observers.results import end, end_by_error
 from tune_prune.tuning.preparation import Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.stages import StageRunner
@@ -34,7 +34,7 @@ def run(
             last, error = _run_one(work, runner, queue, rule, observers)
             if error is None:
                 queue.end(work, last)
-                observers.on_end(work, last)
+                end(observers, settings, rule.reasons, work, last)
             else:
                 end_by_error(queue, observers, settings, work, last, error)
                 error = None  # with its frames, which hold the model

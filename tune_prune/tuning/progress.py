@@ -237,9 +237,8 @@ class LiveLine(Observer):
 
     def on_end(self, work: Work, last: Message | None) -> None:
         self._end(work)
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
-            status, failure = ("stopped_early", "") if last.record is None else (last.status, last.record.failure)
-            self._count(work.key, status, last.progress.metrics, failure)
+        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
+            self._count(work.key, last.record.status, last.progress.metrics, last.record.failure)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self.on_end(work, last)

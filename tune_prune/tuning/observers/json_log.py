@@ -45,14 +45,11 @@ class JsonLog(Observer):
             stages = [_stage(report) for report in last.reports]
             refused = last.refused or last.given_up
             self.event("job_end", **_named(work), stages=stages, baseline=baseline, reason=refused)
-        elif isinstance(last, TrialMessage):
-            record = last.record
-            status = "stopped_early" if record is None else record.status
-            told: dict[str, Any] = {"reason": "", "failure": ""}
-            if record is not None:
-                told = {"reason": record.reason, "failure": record.failure}
-                told |= {"seconds": record.elapsed_time_s, "peak_memory_bytes": record.peak_memory_bytes}
-            self.event("trial_end", **_named(work), status=status, metrics=last.progress.metrics, **told)
+        elif isinstance(last, TrialMessage) and (record := last.record) is not None:
+            told: dict[str, Any] = {"status": record.status, "metrics": last.progress.metrics}
+            told |= {"reason": record.reason, "failure": record.failure}
+            told |= {"seconds": record.elapsed_time_s, "peak_memory_bytes": record.peak_memory_bytes}
+            self.event("trial_end", **_named(work), **told)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         if isinstance(work, PrepareJob):

@@ -1,8 +1,9 @@
-"""What is kept of results by the driver: the records of this search, those of stopped trials, what the preparation found."""
+"""How work ends for who follows a search, and what the driver keeps of results: the records, what the preparation found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
@@ -16,28 +17,18 @@ from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.worker import WorkerSettings
 
 
-class LedgerObserver(Observer):
-    """Collects the records of this search, and makes those of trials that were stopped (`reasons`, by trial key)."""
+class RecordsObserver(Observer):
+    """Collects the records of this search."""
 
-    def __init__(self, settings: WorkerSettings, reasons: Mapping[str, str]) -> None:
-        self._settings = settings
-        self._reasons = reasons
-        self.records: dict[str, TrialRecord] = {}  # of this search, by key
-
-    def on_message(self, work: Work, message: Message) -> None:
-        if isinstance(message, TrialMessage) and message.record is not None:
-            self.records[message.record.key] = message.record
+    def __init__(self) -> None:
+        self.records: dict[str, TrialRecord] = {}  # by key
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(work, PrepareJob) or not isinstance(last, TrialMessage) or last.record is not None:
-            return
-        reason = self._reasons.get(work.key)
-        if reason is not None:  # else it has ended with the search, and the next start runs it again
-            self.records[work.key] = self._settings.write_record(last.progress, "stopped_early", reason)
-
-    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         if isinstance(last, TrialMessage) and last.record is not None:
             self.records[last.record.key] = last.record
+
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self.on_end(work, last)
 
 
 class PrepareObserver(Observer):
@@ -93,6 +84,17 @@ class FailuresObserver(Observer):
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self.on_end(work, last)
+
+
+def end(
+    observers: Observer, settings: WorkerSettings, reasons: Mapping[str, str], work: Work, last: Message | None
+) -> None:
+    """Work has ended by itself, or by the rule of the search, whose `reasons` (by trial key) say why: observers hear of it, and of
+    the record of a trial that was stopped, which the ledger has then. One that has ended with the search has no record: the next
+    start runs it again."""
+    if isinstance(last, TrialMessage) and not last.ended and (reason := reasons.get(last.progress.key)) is not None:
+        last = replace(last, record=settings.write_record(last.progress, "stopped_early", reason))
+    observers.on_end(work, last)
 
 
 def end_by_error(

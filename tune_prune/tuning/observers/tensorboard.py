@@ -16,7 +16,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import hparams, scalar
 
 from tune_prune.core.process import temporary
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import Location, open_store
+from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
@@ -58,8 +60,8 @@ class TensorBoardObserver(Observer):
         self._put(work)
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
-            self._finish(work, last)
+        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
+            self._finish(work, last.progress, last.record)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self.on_end(work, last)
@@ -77,11 +79,10 @@ class TensorBoardObserver(Observer):
         if first is not None:
             raise first
 
-    def _finish(self, spec: TrialSpec, last: TrialMessage) -> None:
-        status, failure = ("stopped_early", "") if last.record is None else (last.record.status, last.record.failure)
-        row = {"status": status, "failure": failure or "none"}
+    def _finish(self, spec: TrialSpec, progress: TrialProgress, record: TrialRecord) -> None:
+        row = {"status": record.status, "failure": record.failure or "none"}
         row |= spec.config.values(spec.run)
-        values = _curves(last.progress.metrics)
+        values = _curves(progress.metrics)
         first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
         rest = [name for name in values if name not in first and not name.startswith("grad_")]
         metrics = {_tag(name): values[name] for name in (*first, *rest)}

@@ -18,7 +18,9 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.terminal.escapes import say
+from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import Work
@@ -97,8 +99,8 @@ class TrackingObserver(Observer):
             self._seen[work.key].curves += [(name, value, step) for name, value in _finite(points).items()]
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
-            self._hand_over(work, last)
+        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
+            self._hand_over(work, last.progress, last.record)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self.on_end(work, last)
@@ -113,14 +115,11 @@ class TrackingObserver(Observer):
         elif self._failures > 1:
             self._warn(f"{self._failures} runs could not be written")
 
-    def _hand_over(self, spec: TrialSpec, last: TrialMessage) -> None:
+    def _hand_over(self, spec: TrialSpec, progress: TrialProgress, record: TrialRecord) -> None:
         assert self._trials is not None
         seen = self._seen.pop(spec.key)
-        record, metrics = last.record, last.progress.metrics
-        status = "stopped_early" if record is None else record.status
-        tags = {"key": spec.key, "status": status, "host": last.progress.host, "device": last.progress.device_name}
-        if record is not None:
-            tags |= {"reason": record.reason, "failure": record.failure}
+        tags = {"key": spec.key, "status": record.status, "host": progress.host, "device": progress.device_name}
+        tags |= {"reason": record.reason, "failure": record.failure}
         self._trials.put(
             TrackedTrial(
                 name=f"{spec.config.name}-{spec.key[:6]}",
@@ -128,8 +127,8 @@ class TrackingObserver(Observer):
                 params=spec.config.values(spec.run),
                 tags={name: value for name, value in tags.items() if value},
                 curves=seen.curves,
-                metrics=_finite(metrics),
-                status=status,
+                metrics=_finite(progress.metrics),
+                status=record.status,
                 started=seen.started,
                 ended=datetime.now(UTC),
             )

@@ -30,7 +30,7 @@ from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.observers.results import end_by_error, last_line
+from tune_prune.tuning.observers.results import end, end_by_error, last_line
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH, PruneTrainable, message_in, work_of
@@ -80,7 +80,9 @@ def run(
         run_config=tune.RunConfig(
             name=f"{datetime.now():%Y%m%d-%H%M%S}-{settings.search_id}",
             storage_path=state,
-            callbacks=[_ObserverCallback(queue, observers, settings, lambda trial: work_of(trial.config, specs, jobs))],
+            callbacks=[
+                _ObserverCallback(queue, observers, settings, rule, lambda trial: work_of(trial.config, specs, jobs))
+            ],
             failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             stop=_StopAtFailure(queue),
@@ -179,11 +181,13 @@ class _ObserverCallback(Callback):
         queue: WorkQueue,
         observers: Observer,
         settings: WorkerSettings,
+        rule: StoppingRule,
         work_of_trial: Callable[[RayTrial], Work],
     ) -> None:
         self._queue = queue
         self._observers = observers
         self._settings = settings
+        self._rule = rule
         self._work = work_of_trial
         self._deadline = Deadline(settings.trial_timeout_s)
         self._failure: Exception | None = None
@@ -212,7 +216,8 @@ class _ObserverCallback(Callback):
 
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         self._deadline.done(trial)
-        self._tell(self._observers.on_end, trial, message_in(trial.last_result))
+        how = partial(end, self._observers, self._settings, self._rule.reasons)
+        self._tell(how, trial, message_in(trial.last_result))
 
     def on_trial_recover(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         self._deadline.done(trial)
