@@ -110,6 +110,13 @@ def test_fingerprints_follow_what_a_definition_includes_and_runs(tmp_path: Path)
     assert found(base_yaml="description: b\n") not in (plain, including)
     running = found(task_yaml=f"{PLAIN}process_results: !function utils.go\n")
     assert found(utils_py="go = 2\n") not in (plain, running)
+    common = tmp_path / "tasks" / "common"  # lm-eval looks for a function beside the file that names it
+    common.mkdir()
+    (common / "base.yaml").write_text("doc_to_text: !function prompts.ask\n")
+    (common / "prompts.py").write_text("ask = 1\n")
+    above = found(task_yaml=f"{PLAIN}include: ../common/base.yaml\n")
+    (common / "prompts.py").write_text("ask = 2\n")
+    assert found() != above
 
 
 def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path) -> None:

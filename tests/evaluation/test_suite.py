@@ -169,6 +169,13 @@ def test_items_without_a_single_right_choice_have_no_gold_log_probability():
     assert summarize([item("a", 0, -math.inf), item("a", 0, -1.0)])["gold_logprob_a"] == -math.inf
 
 
+def test_chance_is_that_of_the_right_choice():
+    """One choice is always picked; an answer that is only asked for is one of all that could be said."""
+    items = [ItemScore("a", 0, 0, 1.0, None, values, gold) for gold, values in ((0, (-1.0,)), (1, (-1.0, -2.0)))]
+    assert summarize(items)["chance_acc_mean"] == 0.75
+    assert summarize([replace(items[0], gold=-1)])["chance_acc_mean"] == 0.0
+
+
 def test_outcomes_by_task_follow_the_reported_metric():
     items = [
         ItemScore(task, index, 0, acc=acc, acc_norm=acc_norm, loglikelihoods=(-1.0, -2.0), gold=0)

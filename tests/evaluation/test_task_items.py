@@ -67,6 +67,27 @@ def test_a_rule_of_its_own_reads_right_answers_as_it_likes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "judged", "says"),
+    [
+        (
+            "quiz",
+            "{'acc': 0.25}",
+            r"task 'quiz' judges an item by acc 0\.25; .* right \(1\) or wrong \(0\) are compared",
+        ),
+        ("quiz", "{'acc': 1, 'acc_norm': float('nan')}", r"task 'quiz' judges an item by acc_norm nan"),
+        ("piqa", "{'acc': 1}", r"task 'piqa' is judged without acc_norm, by which .*; give its folder another name"),
+    ],
+)
+def test_a_judgement_that_no_outcome_can_keep_is_refused(tmp_path, name, judged, says):
+    """Such as lm-eval's truthfulqa_mc2: the outcome of every item would be right, whatever share of it is."""
+    source = write_quiz(tmp_path, [GOOD], QUIZ_DEFINITION + "process_results: !function judge.by_share\n")
+    (tmp_path / "tasks" / "quiz" / "judge.py").write_text(f"def by_share(doc, results):\n    return {judged}\n")
+    (tmp_path / "tasks" / "quiz").rename(tmp_path / "tasks" / name)
+    with pytest.raises(UserError, match=says):
+        build_suite(byte_tokenizer(True), EvaluationProtocol((name,)), replace(source, trusted=True), 512)
+
+
+@pytest.mark.parametrize(
     ("lines", "says"),
     [
         ([json.dumps(GOOD), "{not json"], r"test\.jsonl, line 2: not JSON"),
@@ -77,7 +98,10 @@ def test_a_rule_of_its_own_reads_right_answers_as_it_likes(tmp_path):
             [json.dumps(GOOD), json.dumps(GOOD | {"answer": "two"})],
             r"test\.jsonl: a field has values of different types",
         ),
-        ([json.dumps(GOOD | {"options": []})], r"task 'quiz' cannot be built from .*task\.yaml"),
+        (
+            [json.dumps(GOOD | {"options": []})],
+            r"task 'quiz' cannot be built from .*task\.yaml .*, or in item 0\); correct",
+        ),
         ([json.dumps(GOOD), json.dumps(GOOD | {"options": []})], r"'quiz', item 1 has no choices; correct the item"),
         (
             [json.dumps(GOOD), json.dumps(GOOD | {"options": ["a", None]})],
@@ -116,6 +140,10 @@ def test_an_answer_without_tokens_is_named(context):
         (QUIZ_DEFINITION.replace("metric: acc,", "metric: exact_match,"), "has no metric acc"),
         (QUIZ_DEFINITION.replace("multiple_choice", "generate_until"), "is of type generate_until"),
         ("output_type: [", "is not valid YAML"),
+        (
+            QUIZ_DEFINITION + 'target_delimiter: "\\ud83d\\ude00"\n',
+            r"item 0 is asked with '\\ud83d\\ude00', a character in halves, .* write the character itself",
+        ),
     ],
 )
 def test_bad_definitions_are_named(tmp_path, definition, says):
@@ -123,6 +151,9 @@ def test_bad_definitions_are_named(tmp_path, definition, says):
     with pytest.raises(UserError, match=says) as caught:
         build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source, 512)
     assert "\n" not in str(caught.value)
+    if "halves" in says:  # the plan tokenises, too
+        with pytest.raises(UserError, match=says):
+            zero_shot_tokens(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source)
 
 
 @pytest.mark.parametrize("label", ["", ', "label": null'])

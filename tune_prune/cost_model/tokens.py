@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -27,6 +28,7 @@ from tune_prune.data.task_files import (
     TaskFile,
     TaskSource,
     cannot_be_built,
+    check_characters,
     read_items,
     right_choice,
     task_files,
@@ -159,6 +161,7 @@ def _pairs(file: TaskFile, docs: Sequence[dict[str, Any]], source: TaskSource) -
             else:
                 error.add_note(f"in item {index}")
                 raise cannot_be_built(file, error) from error
+        check_characters(file.name, index, chain.from_iterable(pairs))
         found.append(pairs)
     return found
 

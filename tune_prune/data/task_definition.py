@@ -103,10 +103,13 @@ def check_scored(name: str, output_type: str | None, metrics: Sequence[str] | No
 
 def followed(path: Path) -> tuple[dict[str, Any], list[Path]]:
     """A definition as far as it can be followed without running anything, functions as None, and the other files that it depends
-    on: what it includes and, where it names functions, the programs of its folder. Raises UserError where that is no YAML."""
+    on: what it includes and, where one of these names functions, the programs of its folder. Raises UserError where that is no
+    YAML."""
     files: dict[Path, dict[str, Any]] = {}
     merged = _follow(path.resolve(), files)
-    programs = sorted(path.parent.rglob("*.py")) if any("!function" in _text(file) for file in files) else []
+    naming = [file.parent for file in files if "!function" in _text(file)]
+    folders = [path.parent, *naming] if naming else []  # lm-eval looks for a function beside the file that names it
+    programs = {_real(program): None for folder in folders for program in sorted(folder.rglob("*.py"))}
     return merged, [*list(files)[1:], *programs]
 
 

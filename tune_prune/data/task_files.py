@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -175,6 +176,15 @@ def right_choice(task: str, item: int, gold: Any, choices: Any, by_lm_eval: bool
             f"task {task!r}, item {item}: the right answer {gold!r:.200} is none of its {len(choices)} choices; correct the item"
         )
     return index
+
+
+def check_characters(task: str, item: int, texts: Iterable[str]) -> None:
+    """Raises UserError where a text that an item is asked with has half of a character, which no tokenizer takes."""
+    if halves := re.search("[\ud800-\udfff]+", "".join(texts)):
+        raise UserError(
+            f"task {task!r}, item {item} is asked with {halves[0]!r:.60}, a character in halves, as YAML reads JSON's escapes; "
+            "write the character itself, as UTF-8"
+        )
 
 
 def plain_definition(task: TaskFile) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tune_prune.core.errors import UserError
+from tune_prune.data.task_files import check_characters
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.engine.rows import Request
 
@@ -107,6 +108,8 @@ def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instan
     HFLM's rule goes over the requests twice. The first time, the texts that it would encode are only noted; they are
     then encoded all at once and each once, which a fast tokenizer does on all cores; the second time their tokens are returned.
     """
+    for instance in instances:
+        check_characters(instance.task_name, instance.doc_id, instance.args)
     bulk = _BulkTokenizer(tokenizer)
     rule = _Encoding(bulk)
     rule.loglikelihood(list(instances), disable_tqdm=True)

@@ -39,6 +39,7 @@ from tune_prune.data.task_files import (
 )
 from tune_prune.data.templates import TemplateProcess
 from tune_prune.evaluation.engine.rows import Request
+from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.evaluation.lm_adapter import encode
 from tune_prune.evaluation.suite import Item, ZeroShotSuite
 
@@ -82,6 +83,8 @@ def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request])
         judged = functools.partial(_judged_by_lm_eval, task, doc)
         try:
             judged([(-1.0 - index, False) for index in range(len(requests))])  # now, and not once all is scored
+        except UserError:
+            raise
         except Exception as error:  # metrics of a definition may raise anything
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
@@ -102,8 +105,22 @@ def _has_own_rule(task: Task) -> bool:
 def _judged_by_lm_eval(
     task: Task, doc: dict[str, Any], outcomes: list[tuple[float, bool]]
 ) -> tuple[float, float | None]:
-    judged = task.process_results(doc, outcomes)
-    return float(judged["acc"]), float(judged["acc_norm"]) if "acc_norm" in judged else None
+    """acc and acc_norm. Raises UserError where the one that the task is reported by is missing, or one is a share of an item, which
+    no outcome of right or wrong can keep."""
+    judged, reported = task.process_results(doc, outcomes), metric_of(task.task_name)
+    accuracies = {name: float(judged[name]) for name in ("acc", "acc_norm") if name in judged}
+    for name, value in accuracies.items():
+        if value not in (0, 1):
+            raise UserError(
+                f"task {task.task_name!r} judges an item by {name} {value:.4g}; tasks whose items are right (1) or wrong (0) are "
+                "compared here: leave it out"
+            )
+    if reported not in accuracies:
+        raise UserError(
+            f"task {task.task_name!r} is judged without {reported}, by which a task of that name is reported; give its folder "
+            "another name, or leave it out"
+        )
+    return accuracies["acc"], accuracies.get("acc_norm")
 
 
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
@@ -117,7 +134,7 @@ def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Ta
         for file in task_files(source, protocol.tasks):
             try:
                 if source.is_data(file):
-                    with templates():
+                    with templates(), _of_the_first_item():
                         task = ConfigurableTask(config=plain_definition(file))
                     _build_requests(task, protocol.limit, templates)
                 else:
@@ -158,8 +175,19 @@ def _load_from_hub(name: str, limit: int | None, folder: Path) -> Task:
 
 def _load(manager: TaskManager, spec: str) -> Task:
     """The task of that name or definition file."""
-    (task,) = manager.load([spec])["tasks"].values()
+    with _of_the_first_item():
+        (task,) = manager.load([spec])["tasks"].values()
     return task
+
+
+@contextlib.contextmanager
+def _of_the_first_item() -> Iterator[None]:
+    """Where lm-eval reads the choices of item 0 to know what the definition asks."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note("of the definition, or in item 0")
+        raise
 
 
 def _build_requests(task: Task, limit: int | None, templates: Rendering = contextlib.nullcontext) -> None:

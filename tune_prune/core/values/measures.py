@@ -23,8 +23,8 @@ def measured(metrics: Mapping[str, float], measure: str) -> float:
 
 
 def chance(choices: int, gold: int) -> float:
-    """The accuracy of picking one of so many choices blindly: 0 of one, as an answer that is only asked for (lm-eval's type
-    loglikelihood) is one of all that could be said. NaN where the right one, `gold`, is -1: how many are right is not kept."""
-    if choices == 1:
+    """The accuracy of picking one of so many choices blindly. NaN where the right one, `gold`, is -1: how many are right is not
+    kept; but 0 of one such, as an answer that is only asked for (lm-eval's type loglikelihood) is one of all that could be said."""
+    if choices == 1 and gold < 0:
         return 0.0
     return 1 / choices if gold >= 0 else math.nan
