@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.store import location
-from tune_prune.core.values.kinds import Whole
+from tune_prune.core.values.kinds import Whole, plain
 
 if TYPE_CHECKING:
     from tune_prune.opened import Model
@@ -67,7 +67,7 @@ def open(
     """
     from tune_prune.models import catalog
 
-    name = str(name)
+    name, seed, perplexity_window, memory = str(name), plain(seed), plain(perplexity_window), plain(memory)
     source = catalog.resolve(name, revision)
     require("dtype", dtype or "float32", ("float32", "bfloat16"))
     require("device", device, ("auto", "cpu", "cuda"))
@@ -130,7 +130,7 @@ def search(
     dtype: str | None = None,
     scheduler: str = "none",
     kl_filter: bool = False,
-    memory: str | None = None,
+    memory: str | int | None = None,
     gpus_per_trial: float | str = "auto",
     cpus_per_trial: float | str = "auto",
     trial_timeout: float | None = None,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tune_prune import embedded, measuring
 from tune_prune.checkpoint import origin
 from tune_prune.checkpoint.manifest import Format, Manifest
-from tune_prune.checkpoint.save import check_folder, save_checkpoint
+from tune_prune.checkpoint.save import check_folder, save_checkpoint, shard_bytes_of
 from tune_prune.cli import prune_request
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.artifact_cache import ArtifactStore
@@ -188,8 +188,8 @@ class Model:
         what = f"to prune {self.label} by {config.name}"
         return self._fastest(passes, lambda way: [cut(removed, way)], what, removed)
 
-    def way_to_measure(self, run: ModelRun, removed_params: int = 0, kl: bool = False) -> Residency:
-        """The same while it is measured, without so many parameters; with `kl` beside its base model."""
+    def way_to_measure(self, run: ModelRun, removed_params: int | None = None, kl: bool = False) -> Residency:
+        """The same while it is measured, or a copy without so many parameters; with `kl` beside its base model."""
         text = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
         tokens = len(calibration.tokenize(self.tokenizer, text)[: run.protocol.perplexity_tokens])
         positions = self.hf_config.max_position_embeddings
@@ -260,7 +260,7 @@ class Model:
         on_stage: Callable[[StageReport], object],
         kl: bool = False,
     ) -> Evaluation:
-        context = self._context(run, self.way_to_measure(run, recipe.plan.removed_params if recipe else 0, kl))
+        context = self._context(run, self.way_to_measure(run, recipe.plan.removed_params if recipe else None, kl))
         return measuring.measure(context, config, recipe, self.base if kl else None, on_stage)
 
     def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
@@ -292,15 +292,14 @@ class PrunedModel:
     plan       its PruningPlan: kept_groups and kept_channels, indices by layer; removed_params, removed_fraction
     params     number of parameters
     tokenizer  of transformers, the dense model's
+    notes      sentences on what was done to its weights besides the cut, and what was asked for in vain
     """
 
     def __init__(self, dense: Model, request: PruneRequest, recipe: Recipe) -> None:
-        self.dense = dense
-        self.config = request.config
-        self.plan = plan = recipe.plan
-        self.params = plan.total_params - plan.removed_params
+        self.dense, self.config, self.plan = dense, request.config, recipe.plan
+        self.params = recipe.plan.total_params - recipe.plan.removed_params
         self.tokenizer = dense.tokenizer
-        self._request, self._recipe = request, recipe
+        self._request, self._recipe, self.notes = request, recipe, recipe.notes(request.config)
 
     def __repr__(self) -> str:
         size = f"{self.params:,} parameters, {self.plan.removed_fraction:.2%} removed"
@@ -350,7 +349,7 @@ class PrunedModel:
         check_folder(path, overwrite)
         kind = getattr(torch, dtype) if dtype else getattr(self.dense.hf_config, "dtype", None) or torch.float32
         about = self._recipe, self._request.origin(), path, format
-        how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=round(shard_gb * 1e9), measure_speed=measure)
+        how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=shard_bytes_of(shard_gb), measure_speed=measure)
         return first_that_fits(
             f"saving of {self.dense.label}",
             self.dense._ways_to_save(kind, whole=measure),

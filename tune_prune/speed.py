@@ -218,8 +218,10 @@ def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> 
     from tune_prune.models import catalog, loading
     from tune_prune.models.runner.out_of_memory import first_that_fits
     from tune_prune.models.runner.residency import RESIDENT
+    from tune_prune.planning.resolve import check_revision
 
     source = catalog.resolve(args.base or run.model, args.revision or run.revision)
+    check_revision(args.revision, args.base or run.model, source)
     config = loading.load_config(source)
     if fingerprint is not None and not loading.is_model_of(fingerprint, source, config):
         raise UserError(

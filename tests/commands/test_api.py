@@ -19,6 +19,7 @@ from tests.findings import simulated_study
 from tests.trials import RUN
 from tune_prune import api, prune, search
 from tune_prune.checkpoint import manifest
+from tune_prune.cli import search_flags
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
@@ -202,6 +203,8 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
     "unknown task": (lambda _, pruned: pruned.evaluate(tasks="piqa,bolq"), ["'bolq'", "did you mean 'boolq'?"]),
     "unknown format": (lambda _, pruned: pruned.save("x", "safetensor"), ["format is 'safetensor'", "hf-padded"]),
     "saved dtype": (lambda _, pruned: pruned.save("x", dtype="int8"), ["dtype is 'int8'", "float16"]),
+    "shards as text": (lambda _, pruned: pruned.save("x", shard_gb="5"), ["shard_gb is '5'", "0.0001 to 1e6"]),
+    "no shards": (lambda _, pruned: pruned.save("x", shard_gb=0), ["shard_gb is 0", "0.0001 to 1e6"]),
     "existing folder": (lambda _, pruned: pruned.save(Path(__file__).parent), ["exists", "another folder"]),
     "no model": (lambda *_: api.search([]), ["--model"]),
     "unknown space": (lambda *_: api.search("tiny-llama", "smokee"), ["'smokee'", "did you mean 'smoke'?"]),
@@ -225,6 +228,13 @@ def test_what_is_wrong_is_said(
 def test_a_number_of_bytes_is_bounded_as_its_text_is(memory: int) -> None:
     with pytest.raises(UserError, match=rf"memory is {memory}, in bytes; it must be a whole number from 1048576 to"):
         tune_prune.open("tiny-llama", device="cpu", memory=memory)
+
+
+def test_keywords_may_be_numbers_of_numpy_and_memory_bytes() -> None:
+    argv = search_flags.arguments({"memory": 3 * 2**31 + 2**19, "seeds": np.array([0, 2]), "limit": np.int64(5)})
+    args = search_flags.parser().parse_args(["--model", "tiny-llama", *argv])
+    assert (args.memory, args.seeds, args.limit) == (3 * 2**31 + 2**19, (0, 2), 5)
+    assert tune_prune.open("tiny-llama", device="cpu", seed=np.int64(3), perplexity_window=np.int64(32)).run.seed == 3
 
 
 def test_names_of_tasks_may_have_blanks_around_them() -> None:

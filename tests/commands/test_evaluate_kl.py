@@ -160,6 +160,7 @@ def test_the_dense_model_counts_in_the_plan_of_memory(checkpoint: Path, monkeypa
     model.way_to_measure(run)
     model.way_to_measure(run, kl=True)
     alone, beside = stages
+    assert [(stage.stage, stage.held) for stage in alone] == [("kl", 0), ("perplexity", 0), ("zero_shot", 0)]  # no copy
     assert beside[:-1] == [*alone] and beside[-1].stage == "kl" and beside[-1].way == "streamed"
     monkeypatch.setattr(measuring, "readable_in_place", lambda _: False)  # then it is loaded as a whole
     model.way_to_measure(run, kl=True)

@@ -198,6 +198,9 @@ def test_another_model_is_not_pruned_by_this_search(
     other = model_folder(tmp_path / "other", rms_norm_eps=1e-5)
     argv = ["--config", searched.folder, "--model", "tiny-llama", "--output", tmp_path / "o"]
     assert "is not the model that was searched" in sentence(*argv, "--base", other)
+    assert "--revision x is for models of the hub, but tiny-llama is an embedded model" in sentence(
+        *argv, "--revision", "x"
+    )
     assert "is not in" in sentence("--config", searched.folder, "--model", "mistral", "--output", tmp_path / "o")
     told = sentence("--config", searched.folder, "--output", tmp_path / "o")
     assert "holds 3 results" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told

@@ -164,6 +164,7 @@ def test_what_cannot_be_measured_is_one_sentence(
     assert "no record of a speed" in told
     assert "--new-tokens: '0' is not a whole number" in sentence("--model", "tiny-llama", "--new-tokens", "0")
     other = model_folder(tmp_path / "other", rms_norm_eps=0.1)
+    assert "is an embedded model; leave it out" in sentence("--config", experiment, "--revision", "x")
     told = sentence("--config", experiment, "--base", other)
     assert f"{other} is not the model that was searched" in told and "--base" in told
     only = tmp_path / "only"

@@ -13,6 +13,7 @@ import tune_prune
 from tests.gguf_reading import File
 from tests.trials import BLOCKWISE, open_context, with_empty_cache
 from tune_prune import evaluate, prune, search
+from tune_prune.core.config import NOT_TRAINED
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration
 from tune_prune.models.runner.residency import Residency
@@ -116,6 +117,18 @@ def test_what_is_saved_is_what_was_measured(opened, tmp_path):
     assert saved.ppl == measured.ppl and saved.acc_mean == measured.acc_mean
     untrained = opened.prune("taylor", 0.3, 16, 8, compensation="least_squares", refit_tokens=2048)
     assert untrained.evaluate(limit=20, tasks="boolq").ppl > measured.ppl
+
+
+def test_a_training_in_vain_is_said_and_in_no_card(opened, tmp_path):
+    """The guard on held-out samples leaves the model as it was cut."""
+    pruned = opened.prune("magnitude", 0.3, recovery="lora", recovery_steps=3, recovery_rate=1.0)
+    cut = opened.prune("magnitude", 0.3)
+    assert all(torch.equal(p, cut.model.get_parameter(name)) for name, p in pruned.model.named_parameters())
+    assert cut.notes == [] and pruned.notes == [NOT_TRAINED]
+    about = pruned.save(tmp_path / "free")
+    card = (tmp_path / "free/README.md").read_text()
+    assert NOT_TRAINED in about.notes and "Not fine-tuned: no weight was trained after pruning." in card
+    assert "rank 8; not used (Limitations) |" in card and "Trained after pruning" not in card
 
 
 @pytest.mark.slow

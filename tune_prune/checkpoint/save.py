@@ -100,7 +100,7 @@ def save_checkpoint(
     plan = recipe.plan
     layers.check_plan(plan, dense)
     with renamed_at_the_end(folder, overwrite) as work:
-        written = _write(dense, recipe, work, fmt, shard_bytes, measure_speed)
+        written = _write(dense, recipe, origin.config, work, fmt, shard_bytes, measure_speed)
         about = Manifest(
             format=fmt,
             base=_base(dense),
@@ -135,7 +135,13 @@ class _Written:
 
 
 def _write(
-    dense: loading.LoadedModel, recipe: Recipe, work: Path, fmt: Format, shard_bytes: int, measure_speed: bool
+    dense: loading.LoadedModel,
+    recipe: Recipe,
+    config: PruningConfig,
+    work: Path,
+    fmt: Format,
+    shard_bytes: int,
+    measure_speed: bool,
 ) -> _Written:
     """Weights, config and tokenizer of the pruned model, which is gone again afterwards."""
     geometry, family = dense.geometry, dense.family
@@ -147,16 +153,7 @@ def _write(
         raise UserError(
             f"{name} has a weight that is NaN or above 65,504, the most of float16; save with --dtype bfloat16 or float32"
         )
-    notes: list[str] = []
-    done = []
-    if recipe.changes.refitted:
-        done.append(
-            f"the last projections of {len(recipe.changes.refitted)} cut blocks were refitted on calibration text"
-        )
-    if recipe.changes.updates:
-        done.append("what is left was trained towards the dense model's predictions on calibration text")
-    if done:
-        notes.append(f"{' and '.join(done)}: the plan alone does not rebuild this model")
+    notes = recipe.notes(config)
     if fmt == "gguf":
         model = pruned
         notes += _write_gguf(dense, pruned, weights, work)
@@ -167,6 +164,13 @@ def _write(
             rows["padded"] = sizes(model, family)
     measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
     return _Written(rows, tuple(dropped), notes, measured)
+
+
+def shard_bytes_of(gigabytes: float) -> int:
+    """Of the largest weight file. Raises UserError where that is no size of one."""
+    if not isinstance(gigabytes, int | float) or not 0.0001 <= gigabytes <= 1e6:
+        raise UserError(f"shard_gb is {gigabytes!r}; it must be a number of gigabytes from 0.0001 to 1e6, e.g. 5")
+    return round(gigabytes * 1e9)
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:

@@ -120,6 +120,7 @@ def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> di
 
 def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
     source = catalog.resolve(base or run.model, revision or run.revision)
+    resolve.check_revision(revision, base or run.model, source)
     return replace(run, model=source.name, revision=source.revision)
 
 

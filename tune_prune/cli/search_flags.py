@@ -290,6 +290,10 @@ def arguments(keywords: Mapping[str, Any]) -> list[str]:
     """The command line with these flags, by name: those that are not at their defaults. Text is checked when it is parsed."""
     argv, usual = [], parser()
     for name, value in keywords.items():
+        if hasattr(value, "tolist"):  # of numpy
+            value = value.tolist()
+        if name == "memory" and type(value) is int:  # bytes
+            value = f"{value / 2**20}MiB"
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         several = name == "model" and listed
         if name in ("tasks", "track", "seeds") and listed:

@@ -31,6 +31,12 @@ ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral")  # which tune_prune/embedded has
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
+# Notes of a model, of what its configuration asks for and its guard has refused
+NOT_REFITTED = "no refit was used: on held-out windows it lowered the error of no block that was cut"
+NOT_TRAINED = (
+    "no training was used: on held-out samples it did not lower the divergence from the dense model's predictions"
+)
+
 PERPLEXITY_TOKENS = Whole(2, 10**9)
 MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind
 

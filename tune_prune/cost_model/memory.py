@@ -102,15 +102,15 @@ class Shapes:
 
     def evaluation(
         self,
-        removed_params: int,
+        removed_params: int | None,
         window: int,
         text_tokens: int,
         longest_row: int,
         row_tokens: int = sys.maxsize,
         way: Residency = RESIDENT,
     ) -> tuple[StageMemory, ...]:
-        """Pruning and what follows. `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the
-        longest zero-shot item; `row_tokens`: of all of them."""
+        """Pruning and what follows; `removed_params`: None: of the model itself, without a copy. `window`: tokens of a perplexity
+        window; `text_tokens`: of its text; `longest_row`: of the longest zero-shot item; `row_tokens`: of all of them."""
         vocab, device, config = self.config.vocab_size, self.device, self.config
         positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
         at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time
@@ -127,7 +127,8 @@ class Shapes:
         two = min(compared, at_once // 2) * vocab * (2 * self.itemsize + 3 * FLOAT32)
         row = max(longest_row, min(window, compared_tokens(text_tokens, TEXT_TOKENS)))
         kl = compared * self._inner(row), two + self._head_inputs(2 * compared)
-        pruning = self.pruning(removed_params, replace(way, halvings=0))
+        cut = () if removed_params is None else (self.pruning(removed_params, replace(way, halvings=0)),)
+        copy = sum(stage.held for stage in cut)
         together = way.at_once(BLOCK_TOKENS)
         block = min(max(together, tokens), row_tokens)
         needs = {
@@ -135,7 +136,7 @@ class Shapes:
             "perplexity": (perplexity, min(max(together, positions), text_tokens), 0),
             "zero_shot": (zero_shot, block, block * longest_row * self.itemsize),
         }
-        return pruning, *(self._measuring(stage, *need, pruning.held, way) for stage, need in needs.items())
+        return *cut, *(self._measuring(stage, *need, copy, way) for stage, need in needs.items())
 
     def _measuring(
         self, stage: str, batch: tuple[int, int], block_tokens: int, block_masks: int, pruned: int, way: Residency

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -91,11 +92,14 @@ def most_rows(samples: Sequence[Tensor], config: PretrainedConfig, device: str) 
 @torch.inference_mode()
 def head_inputs(model: PreTrainedModel, samples: Sequence[Tensor], residency: Residency = RESIDENT) -> Tensor:
     """What the head of `model` is given at every token of `samples` (LongTensor [T] each): [N, H] on the CPU, in their order."""
-    found: list[Tensor] = [torch.empty(0)] * len(samples)
+    ends, found = list(accumulate(map(len, samples))), torch.empty(0)
     for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "dense model for KL"):
-        for number, row, own in zip(numbers, tail.head_inputs(states), inside, strict=True):
-            found[number] = row[own.to(row.device)].cpu()
-    return torch.cat(found)
+        given = tail.head_inputs(states)
+        if not len(found):  # once, and no copy of it: those of a long training may be most of what there is
+            found = torch.empty(ends[-1], given.shape[-1], dtype=given.dtype)
+        for number, row, own in zip(numbers, given, inside, strict=True):
+            found[ends[number] - len(samples[number]) : ends[number]] = row[own.to(row.device)]
+    return found
 
 
 @torch.inference_mode()

@@ -221,12 +221,17 @@ def dense_model(settings: SearchSettings, name: str, dtype: str) -> DenseModel:
 _KINDS = {"embedded": "an embedded model", "folder": "a folder model", "gguf": "a GGUF file"}
 
 
+def check_revision(revision: str | None, name: str, source: catalog.ModelSource) -> None:
+    """Raises UserError for the revision of a model that has none."""
+    if revision is not None and source.kind != "hub":
+        raise UserError(
+            f"--revision {revision} is for models of the hub, but {name} is {_KINDS[source.kind]}; leave it out"
+        )
+
+
 def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
     """What all trials of the model share. Raises UserError for flags that do not fit together."""
-    if settings.revision is not None and source.kind != "hub":
-        raise UserError(
-            f"--revision {settings.revision} is for models of the hub, but {name} is {_KINDS[source.kind]}; leave it out"
-        )
+    check_revision(settings.revision, name, source)
     data_dir = checks.data_dir(settings.data_dir)
     protocol = EvaluationProtocol(
         limit=settings.limit, seed=settings.seed, perplexity_tokens=settings.perplexity_tokens

@@ -203,7 +203,9 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     training = f"`{config.recovery}`, {config.recovery_steps:,} steps, learning rate {config.recovery_rate:g}, "
     training += f"rank {config.recovery_rank}"
     steps = f" in {config.steps} steps" if config.steps > 1 else ""
+    training += "" if manifest.trained else "; not used (Limitations)"
     refit = f"`{config.compensation}`, damping {config.damping:g}, {config.refit_tokens:,} tokens"
+    refit += "" if manifest.refitted else "; not used (Limitations)"
     return [
         ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
         *([] if base.gguf is None else [("Base weights", dequantised(base.gguf))]),
