@@ -67,7 +67,8 @@ def open(
     """
     from tune_prune.models import catalog
 
-    name, seed, perplexity_window, memory = str(name), plain(seed), plain(perplexity_window), plain(memory)
+    name, seed, memory = str(name), plain(seed), plain(memory)
+    perplexity_window, perplexity_tokens = plain(perplexity_window), plain(perplexity_tokens)
     source = catalog.resolve(name, revision)
     require("dtype", dtype or "float32", ("float32", "bfloat16"))
     require("device", device, ("auto", "cpu", "cuda"))

@@ -196,7 +196,7 @@ class Model:
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
         measured, itemsize = partial(self._shapes.evaluation, removed_params, *read), self._shapes.itemsize
         beside = [measuring.base_memory(self.base, itemsize, self.device, *read)] if kl else []
-        return self._fastest([], lambda way: [*measured(way=way), *beside], f"to measure {self.label}")
+        return self._fastest([], lambda way: [*measured(way=way), *beside], f"to measure {self.label}", removed_params)
 
     def _ways_to_save(self, dtype: torch.dtype, whole: bool) -> list[Residency]:
         """A tensor at a time from its files; before that from memory, where the model is there in `dtype`. `whole`: only so."""
@@ -214,7 +214,7 @@ class Model:
         passes: Sequence[tuple[str, PassWork]],
         evaluation: Callable[[Residency], Sequence[StageMemory]],
         what: str,
-        removed: int = 0,
+        removed: int | None = 0,
     ) -> Residency:
         readable, bounds = readable_in_place(self._source), on_this_machine()
         ways, streamed = (self._shapes.ways(passes, evaluation, files, removed) for files in (readable, True))

@@ -19,6 +19,7 @@ from tests.findings import simulated_study
 from tests.trials import RUN
 from tune_prune import api, prune, search
 from tune_prune.checkpoint import manifest
+from tune_prune.checkpoint.save import shard_bytes_of
 from tune_prune.cli import search_flags
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
@@ -234,7 +235,11 @@ def test_keywords_may_be_numbers_of_numpy_and_memory_bytes() -> None:
     argv = search_flags.arguments({"memory": 3 * 2**31 + 2**19, "seeds": np.array([0, 2]), "limit": np.int64(5)})
     args = search_flags.parser().parse_args(["--model", "tiny-llama", *argv])
     assert (args.memory, args.seeds, args.limit) == (3 * 2**31 + 2**19, (0, 2), 5)
-    assert tune_prune.open("tiny-llama", device="cpu", seed=np.int64(3), perplexity_window=np.int64(32)).run.seed == 3
+    numbers = {"seed": np.int64(3), "perplexity_window": np.int64(32), "perplexity_tokens": np.int64(500)}
+    assert tune_prune.open("tiny-llama", device="cpu", **numbers).run.seed == 3
+    with pytest.raises(UserError, match=r"seed is array\(\[1, 2\]\); it must be a whole number"):
+        tune_prune.open("tiny-llama", seed=np.array([1, 2]))
+    assert shard_bytes_of(np.int64(5)) == 5 * 10**9
 
 
 def test_names_of_tasks_may_have_blanks_around_them() -> None:

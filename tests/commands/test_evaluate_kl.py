@@ -156,7 +156,7 @@ def test_the_dense_model_counts_in_the_plan_of_memory(checkpoint: Path, monkeypa
     model = tune_prune.open(checkpoint, device="cpu", base="tiny-llama")
     run = model.protocol(20, "boolq,piqa")
     stages = []
-    monkeypatch.setattr(model, "_fastest", lambda passes, evaluation, what: stages.append(evaluation(Residency())))
+    monkeypatch.setattr(model, "_fastest", lambda passes, evaluation, *what: stages.append(evaluation(Residency())))
     model.way_to_measure(run)
     model.way_to_measure(run, kl=True)
     alone, beside = stages

@@ -95,6 +95,19 @@ def test_planned_memory_of_gradients_is_what_fresh_processes_take(name):
 OF_KERNELS = 12 * 2**20  # bytes, whatever the model
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_is_only_measured_has_no_copy(device: str) -> None:
+    """Held as a whole where it fits, as Mistral-7B does on a GPU with 24 GB; copies that are read as a whole are no way of it."""
+    _, geometry = loading.config_geometry(MistralConfig())
+    shapes = Shapes(geometry, MistralConfig(), 2, device)
+    ways = shapes.ways([], lambda way: shapes.evaluation(None, 2048, 300_000, 600, way=way), removed_params=None)
+    with_copy = shapes.ways([], lambda way: shapes.evaluation(0, 2048, 300_000, 600, way=way))
+    (copy,) = (stage.held for stage in with_copy[0].stages if stage.stage == "pruning")
+    assert ways[0].total == with_copy[0].total - copy < 22 * 2**30
+    kept = [(plan.way, plan.total) for plan in with_copy if plan.way.from_files and not plan.way.pruned_whole]
+    assert [(plan.way, plan.total) for plan in ways if plan.way.from_files] == kept and kept
+
+
 @pytest.mark.slow
 def test_planned_memory_of_an_evaluation_is_what_fresh_processes_take():
     """Where the C library keeps freed blocks it holds up to twice the tensors, on some machines and in some processes: no more

@@ -100,7 +100,7 @@ def test_a_judgement_that_no_outcome_can_keep_is_refused(tmp_path, name, judged,
         ),
         (
             [json.dumps(GOOD | {"options": []})],
-            r"task 'quiz' cannot be built from .*task\.yaml .*, or in item 0\); correct",
+            r"task 'quiz' cannot be built from .*task\.yaml .*, in the definition or in item 0\); correct",
         ),
         ([json.dumps(GOOD), json.dumps(GOOD | {"options": []})], r"'quiz', item 1 has no choices; correct the item"),
         (
@@ -142,7 +142,7 @@ def test_an_answer_without_tokens_is_named(context):
         ("output_type: [", "is not valid YAML"),
         (
             QUIZ_DEFINITION + 'target_delimiter: "\\ud83d\\ude00"\n',
-            r"item 0 is asked with '\\ud83d\\ude00', a character in halves, .* write the character itself",
+            r"item 0 is asked with '\\ud83d\\ude00', a character in halves; write the whole character",
         ),
     ],
 )

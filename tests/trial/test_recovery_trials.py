@@ -13,11 +13,11 @@ import tune_prune
 from tests.gguf_reading import File
 from tests.trials import BLOCKWISE, open_context, with_empty_cache
 from tune_prune import evaluate, prune, search
-from tune_prune.core.config import NOT_TRAINED
+from tune_prune.core.config import NOT_REFITTED, NOT_TRAINED
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration
 from tune_prune.models.runner.residency import Residency
-from tune_prune.pruning.compensation import recovery
+from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
@@ -119,16 +119,21 @@ def test_what_is_saved_is_what_was_measured(opened, tmp_path):
     assert untrained.evaluate(limit=20, tasks="boolq").ppl > measured.ppl
 
 
-def test_a_training_in_vain_is_said_and_in_no_card(opened, tmp_path):
-    """The guard on held-out samples leaves the model as it was cut."""
-    pruned = opened.prune("magnitude", 0.3, recovery="lora", recovery_steps=3, recovery_rate=1.0)
+def test_what_guards_refuse_is_said_and_in_no_card(opened, tmp_path, monkeypatch):
+    """A training that gains nothing on held-out samples, and refits of which none is used, leave the model as it was cut."""
+    asked = {"recovery": "lora", "recovery_steps": 3, "recovery_rate": 1.0}
     cut = opened.prune("magnitude", 0.3)
+    monkeypatch.setattr(refit, "_solved", lambda *_: None)
+    pruned = opened.prune("magnitude", 0.3, compensation="least_squares", refit_tokens=2048, **asked)
     assert all(torch.equal(p, cut.model.get_parameter(name)) for name, p in pruned.model.named_parameters())
-    assert cut.notes == [] and pruned.notes == [NOT_TRAINED]
+    assert cut.notes == [] and pruned.notes == [NOT_REFITTED, NOT_TRAINED]
     about = pruned.save(tmp_path / "free")
+    assert about.notes == pruned.notes and not about.trained and not about.refitted
     card = (tmp_path / "free/README.md").read_text()
-    assert NOT_TRAINED in about.notes and "Not fine-tuned: no weight was trained after pruning." in card
-    assert "rank 8; not used (Limitations) |" in card and "Trained after pruning" not in card
+    assert "Not fine-tuned: no weight was trained after pruning." in card and "Trained after pruning" not in card
+    assert card.count("; not used (Limitations) |") == 2 and all(note[1:] in card for note in pruned.notes)
+    monkeypatch.undo()
+    assert opened.prune("magnitude", 0.3, compensation="least_squares", refit_tokens=2048).save(tmp_path / "b").refitted
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune import __version__
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.core.config import NOT_REFITTED, NOT_TRAINED, ModelRun, PruningConfig
+from tune_prune.core.config import REFITTED, TRAINED, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.terminal import progress
@@ -128,11 +128,11 @@ class Manifest:
 
     @property
     def refitted(self) -> bool:
-        return self.config.compensation != "none" and NOT_REFITTED not in self.notes
+        return any(REFITTED in note for note in self.notes)
 
     @property
     def trained(self) -> bool:
-        return self.config.recovery != "none" and NOT_TRAINED not in self.notes
+        return any(TRAINED in note for note in self.notes)
 
     @property
     def base_name(self) -> str:

@@ -35,6 +35,7 @@ from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable
 from tune_prune.core.process.whole_folder import clear_killed, is_mount_point, renamed_at_the_end
+from tune_prune.core.values.kinds import plain
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
@@ -168,7 +169,8 @@ def _write(
 
 def shard_bytes_of(gigabytes: float) -> int:
     """Of the largest weight file. Raises UserError where that is no size of one."""
-    if not isinstance(gigabytes, int | float) or not 0.0001 <= gigabytes <= 1e6:
+    gigabytes = plain(gigabytes)
+    if type(gigabytes) not in (int, float) or not 0.0001 <= gigabytes <= 1e6:
         raise UserError(f"shard_gb is {gigabytes!r}; it must be a number of gigabytes from 0.0001 to 1e6, e.g. 5")
     return round(gigabytes * 1e9)
 

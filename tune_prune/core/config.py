@@ -31,8 +31,10 @@ ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral")  # which tune_prune/embedded has
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
-# Notes of a model, of what its configuration asks for and its guard has refused
-NOT_REFITTED = "no refit was used: on held-out windows it lowered the error of no block that was cut"
+# What notes say of a model whose weights were changed besides the cut, or were not, as a guard has refused what was asked for
+REFITTED = "were refitted on calibration text"
+NOT_REFITTED = "no refit was used: of no block that was cut did one pass its checks (docs/methods.md)"
+TRAINED = "was trained towards the dense model's predictions on calibration text"
 NOT_TRAINED = (
     "no training was used: on held-out samples it did not lower the divergence from the dense model's predictions"
 )

@@ -77,10 +77,10 @@ class Shapes:
         passes: Sequence[tuple[str, PassWork]],
         evaluation: Callable[[Residency], Sequence[StageMemory]] = lambda way: (),
         from_files: bool = True,
-        removed_params: int = 0,
+        removed_params: int | None = 0,
     ) -> list[MemoryPlan]:
         """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
-        `from_files`: whether weights can stay in their files; `removed_params`: of a copy that is trained."""
+        `from_files`: whether weights can stay in their files; `removed_params`: of a copy that is trained; None: there is none."""
         projections, backward = self.geometry.layer_params, any(work.backward for _, work in passes)
         process = PROCESS_BYTES[self.device] + any(work.adapter_rank for _, work in passes) * GRAPH_BYTES[self.device]
         # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
@@ -90,7 +90,9 @@ class Shapes:
             there = from_files and self.gpus == 1 if way.from_files else backward
             if way != RESIDENT and (not there or (way.states == "host" and self.device == "cpu")):
                 continue
-            held, taken = 0 if way.from_files else weights, self._passes(passes, way, removed_params)
+            if way.pruned_whole and removed_params is None:
+                continue
+            held, taken = 0 if way.from_files else weights, self._passes(passes, way, removed_params or 0)
             # Smaller blocks of states mean that all weights are read more often: last of all.
             again = way.from_files and not way.pruned_whole and way.states != "file"
             for halvings in range(1 if again else MOST_HALVINGS[self.device] + 1):
@@ -109,8 +111,8 @@ class Shapes:
         row_tokens: int = sys.maxsize,
         way: Residency = RESIDENT,
     ) -> tuple[StageMemory, ...]:
-        """Pruning and what follows; `removed_params`: None: of the model itself, without a copy. `window`: tokens of a perplexity
-        window; `text_tokens`: of its text; `longest_row`: of the longest zero-shot item; `row_tokens`: of all of them."""
+        """Pruning and what follows; or, where `removed_params` is None, measuring the model itself. `window`: tokens of one;
+        `text_tokens`: of its text; `longest_row`: of the longest zero-shot item; `row_tokens`: of all of them."""
         vocab, device, config = self.config.vocab_size, self.device, self.config
         positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
         at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time

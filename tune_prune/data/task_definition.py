@@ -8,6 +8,7 @@ stay plain; what else it says is refused, unless whoever runs the command vouche
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,17 @@ def check_scored(name: str, output_type: str | None, metrics: Sequence[str] | No
 
 def followed(path: Path) -> tuple[dict[str, Any], list[Path]]:
     """A definition as far as it can be followed without running anything, functions as None, and the other files that it depends
-    on: what it includes and, where one of these names functions, the programs of its folder. Raises UserError where that is no
-    YAML."""
+    on: what it includes and, where one of these names functions, the programs of its own folder and those that are named elsewhere.
+    Raises UserError where that is no YAML."""
     files: dict[Path, dict[str, Any]] = {}
     merged = _follow(path.resolve(), files)
-    naming = [file.parent for file in files if "!function" in _text(file)]
-    folders = [path.parent, *naming] if naming else []  # lm-eval looks for a function beside the file that names it
-    programs = {_real(program): None for folder in folders for program in sorted(folder.rglob("*.py"))}
+    texts = {file: _text(file) for file in files}
+    programs = sorted(path.parent.rglob("*.py")) if any("!function" in text for text in texts.values()) else []
+    for file, text in texts.items():  # lm-eval looks for a function beside the file that names it
+        if not file.is_relative_to(_real(path.parent)):
+            modules = dict.fromkeys(re.findall(r"!function\s+['\"]?([\w.]+)\.\w+", text))
+            named = [file.parent / f"{module.replace('.', '/')}.py" for module in modules]
+            programs += [program for program in named if program.is_file()]
     return merged, [*list(files)[1:], *programs]
 
 

@@ -182,8 +182,8 @@ def check_characters(task: str, item: int, texts: Iterable[str]) -> None:
     """Raises UserError where a text that an item is asked with has half of a character, which no tokenizer takes."""
     if halves := re.search("[\ud800-\udfff]+", "".join(texts)):
         raise UserError(
-            f"task {task!r}, item {item} is asked with {halves[0]!r:.60}, a character in halves, as YAML reads JSON's escapes; "
-            "write the character itself, as UTF-8"
+            f"task {task!r}, item {item} is asked with {halves[0]!r:.60}, a character in halves; write the whole character, as "
+            "UTF-8 (YAML does not join JSON's escapes)"
         )
 
 

@@ -186,7 +186,7 @@ def _of_the_first_item() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note("of the definition, or in item 0")
+        error.add_note("in the definition or in item 0")
         raise
 
 

@@ -157,10 +157,10 @@ def _check_scheduler(settings: SearchSettings) -> None:
     keeps = "gold_logprob" if settings.scheduler == "race-gold" else "accuracy"
     for flag, looks_for in (("--objective", settings.objective), ("--draws-by", settings.draws_by)):
         if settings.scheduler != "none" and looks_for not in (keeps, "accuracy"):
-            instead = "use --scheduler race-gold" if looks_for == "gold_logprob" else "use --kl-filter in place of it"
+            instead = {"gold_logprob": ", or use --scheduler race-gold", "kl": ", or use --kl-filter in place of it"}
             raise UserError(
                 f"--scheduler {settings.scheduler} stops trials by {keeps}, which may stop the best by {looks_for} "
-                f"({flag} {looks_for}); leave one of them out, or {instead}"
+                f"({flag} {looks_for}); leave one of them out{instead.get(looks_for, '')}"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tune_prune.core.config import NOT_REFITTED, NOT_TRAINED, PruningConfig
+from tune_prune.core.config import NOT_REFITTED, NOT_TRAINED, REFITTED, TRAINED, PruningConfig
 from tune_prune.core.hashing import digest
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.layer_weights import LazyWeights, bring
@@ -36,12 +36,11 @@ class Recipe:
         """Sentences for who uses the model: what `config` has done to its weights besides the cut, and what it has not."""
         done, notes = [], []
         if self.changes.refitted:
-            refitted = len(self.changes.refitted)
-            done.append(f"the last projections of {refitted} cut blocks were refitted on calibration text")
+            done.append(f"the last projections of {len(self.changes.refitted)} cut blocks {REFITTED}")
         elif config.compensation != "none" and self.plan.removed_params:
             notes.append(NOT_REFITTED)
         if self.changes.updates:
-            done.append("what is left was trained towards the dense model's predictions on calibration text")
+            done.append(f"what is left {TRAINED}")
         elif config.recovery != "none" and self.plan.removed_params:
             notes.append(NOT_TRAINED)
         return [f"{' and '.join(done)}: the plan alone does not rebuild this model"] * bool(done) + notes

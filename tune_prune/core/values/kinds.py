@@ -167,6 +167,6 @@ def texts_of(source: str) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """Python's own number for one of numpy, as tables of results have them."""
+    """Python's own number for one of numpy, as tables of results have them; anything else as it is."""
     item = getattr(value, "item", None)
-    return item() if callable(item) else value
+    return item() if callable(item) and getattr(value, "size", 1) == 1 else value
