@@ -111,8 +111,10 @@ class Shapes:
         row_tokens: int = sys.maxsize,
         way: Residency = RESIDENT,
     ) -> tuple[StageMemory, ...]:
-        """Pruning and what follows; or, where `removed_params` is None, measuring the model itself. `window`: tokens of one;
-        `text_tokens`: of its text; `longest_row`: of the longest zero-shot item; `row_tokens`: of all of them."""
+        """Pruning and what follows; or, where `removed_params` is None, measuring the model itself.
+
+        `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the longest zero-shot item;
+        `row_tokens`: of all of them."""
         vocab, device, config = self.config.vocab_size, self.device, self.config
         positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
         at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time
