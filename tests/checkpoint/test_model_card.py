@@ -25,7 +25,16 @@ from tune_prune.checkpoint.card.model_card import render, write_card
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import (
+    NOT_REFITTED,
+    NOT_TRAINED,
+    REFITTED,
+    TRAINED,
+    ZERO_SHOT_TASKS,
+    EvaluationProtocol,
+    ModelRun,
+    PruningConfig,
+)
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -366,20 +375,34 @@ def test_names_of_others_act_nowhere(name: str, tmp_path: Path) -> None:
     assert ("a", "") in shown("plain", "https://example.org/licence")[1]
 
 
+REFIT, BOTH = {"compensation": "least_squares"}, {"compensation": "least_squares", "recovery": "lora"}
+
+
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "notes", "words"),
     [
-        ({}, "- Not fine-tuned: no weight was trained after pruning."),
-        ({"compensation": "least_squares"}, "- Not trained after pruning, but for a refit of its last projections"),
-        ({"compensation": "least_squares", "recovery": "lora"}, "- Trained after pruning on a little calibration text"),
+        ({}, [], "- Not fine-tuned: no weight was trained after pruning."),
+        (
+            REFIT,
+            [f"last projections {REFITTED}"],
+            "- Not trained after pruning, but for a refit of its last projections",
+        ),
+        (
+            BOTH,
+            [f"last projections {REFITTED}, and it {TRAINED}"],
+            "- Trained after pruning on a little calibration text",
+        ),
+        (BOTH, [f"what is left {TRAINED}", NOT_REFITTED], "- Trained after pruning on a little calibration text"),
+        (BOTH, [NOT_REFITTED, NOT_TRAINED], "- Not fine-tuned: no weight was trained after pruning."),
     ],
 )
 @pytest.mark.parametrize("form", ["hf", "gguf"])
 def test_the_card_says_whether_weights_were_trained_and_its_notes(
-    config: dict[str, str], words: str, form: str, tmp_path: Path
+    config: dict[str, str], notes: list[str], words: str, form: str, tmp_path: Path
 ) -> None:
-    note = "the plan alone does not rebuild this model"
-    text = card(tmp_path, {}, format=form, config=replace(PruningConfig("blockwise", 64, 1256), **config), notes=[note])
+    """By what was done, as notes say it, and not by what was asked for."""
+    text = card(tmp_path, {}, format=form, config=replace(PruningConfig("blockwise", 64, 1256), **config), notes=notes)
     kinds = ("Not fine-tuned", "Not trained after", "Trained after pruning")
     assert words in text and sum(kind in text for kind in kinds) == 1
-    assert text.count("- The plan alone does not rebuild this model.") == 1
+    assert all(text.count(f"- {note[0].upper()}{note[1:]}.") == 1 for note in notes)
+    assert text.count("; not used (Limitations) |") == sum(note in (NOT_REFITTED, NOT_TRAINED) for note in notes)
