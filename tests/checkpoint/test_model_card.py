@@ -381,19 +381,11 @@ REFIT, BOTH = {"compensation": "least_squares"}, {"compensation": "least_squares
 @pytest.mark.parametrize(
     ("config", "notes", "words"),
     [
-        ({}, [], "- Not fine-tuned: no weight was trained after pruning."),
-        (
-            REFIT,
-            [f"last projections {REFITTED}"],
-            "- Not trained after pruning, but for a refit of its last projections",
-        ),
-        (
-            BOTH,
-            [f"last projections {REFITTED}, and it {TRAINED}"],
-            "- Trained after pruning on a little calibration text",
-        ),
-        (BOTH, [f"what is left {TRAINED}", NOT_REFITTED], "- Trained after pruning on a little calibration text"),
-        (BOTH, [NOT_REFITTED, NOT_TRAINED], "- Not fine-tuned: no weight was trained after pruning."),
+        ({}, [], "Not fine-tuned: no weight was trained"),
+        (REFIT, [f"blocks {REFITTED}"], "Not trained after pruning, but for a refit of its last projections"),
+        (BOTH, [f"blocks {REFITTED}, and it {TRAINED}"], "Trained after pruning on a little calibration text"),
+        (BOTH, [f"it {TRAINED}", NOT_REFITTED], "Trained after pruning on a little calibration text"),
+        (BOTH, [NOT_REFITTED, NOT_TRAINED], "Not fine-tuned: no weight was trained"),
     ],
 )
 @pytest.mark.parametrize("form", ["hf", "gguf"])
@@ -403,6 +395,6 @@ def test_the_card_says_whether_weights_were_trained_and_its_notes(
     """By what was done, as notes say it, and not by what was asked for."""
     text = card(tmp_path, {}, format=form, config=replace(PruningConfig("blockwise", 64, 1256), **config), notes=notes)
     kinds = ("Not fine-tuned", "Not trained after", "Trained after pruning")
-    assert words in text and sum(kind in text for kind in kinds) == 1
+    assert f"- {words}" in text and sum(kind in text for kind in kinds) == 1
     assert all(text.count(f"- {note[0].upper()}{note[1:]}.") == 1 for note in notes)
     assert text.count("; not used (Limitations) |") == sum(note in (NOT_REFITTED, NOT_TRAINED) for note in notes)
