@@ -40,6 +40,8 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
+WIDE = ("float32", "float64", "F32")  # of `stored_as`: what bfloat16 would round
+
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -88,9 +90,18 @@ def pick_device(asked: str) -> str:
     return "cuda" if has_gpu else "cpu"
 
 
-def usual_dtype(device: str) -> str:
-    """In which weights are where no --dtype says otherwise: bfloat16 on a GPU that computes in it, else float32."""
-    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+def stored_as(source: ModelSource, config: PretrainedConfig) -> str:
+    """What weights are stored in: a data type such as bfloat16, as config.json says (float32 where it says none), or what a GGUF
+    file is quantised to, such as Q4_1 or F32."""
+    if source.gguf is not None:
+        return source.gguf.quantization
+    return str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+
+
+def default_dtype(stored: str, fast: Callable[[], bool]) -> str:
+    """The data type to compute in where no --dtype names one: bfloat16 for weights that are `stored_as` fewer than 32 bits, on a
+    device that is `fast` at it; else float32."""
+    return "float32" if stored in WIDE or not fast() else "bfloat16"
 
 
 def set_up_gpu() -> None:
