@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     ),
     "model": (["--model", "tiny-lama", *FLAGS], ["'tiny-lama'", "did you mean 'tiny-llama'"]),
     "ratio": (["--model", "tiny-llama", *FLAGS, "--pruning-ratio", "0.9"], ["0.9", "can be removed"]),
-    "align": (["--model", "tiny-llama", *FLAGS, "--align", "16"], ["--align 16", "--shape aligned"]),
+    "align": (["--model", "tiny-llama", *FLAGS, "--shape", "free", "--align", "16"], ["--align 16", "--shape aligned"]),
     "no JSON": (["--config", __file__], ["is no JSON file; name the global_best_config.json"]),
     "format": (["--model", "tiny-llama", *FLAGS, "--format", "onnx"], ["--format", "'onnx'", "gguf"]),
     "long": (
