@@ -234,8 +234,9 @@ def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
     assert done in plan_text(*argv)
     write_own(OWN.replace("return ", "return -1 * "))
     said = (
-        f"error: experiment {plan.experiment_dir} has 1 trial of method own as it was before own.py or taylor.py was changed; give "
-        "the changed method another name, or start another experiment with --name, which finds again what is in the cache beside it"
+        f"error: experiment {plan.experiment_dir} has 1 trial of method own as it was before its code was changed (own.py, "
+        "taylor.py); give the changed method another name, or start another experiment with --name, which finds again what is in "
+        "the cache beside it"
     )
     assert refusal(*argv).strip() == said
     with pytest.raises(

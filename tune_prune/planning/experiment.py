@@ -120,13 +120,11 @@ def _check_code(store: Store, records: Iterable[TrialRecord], methods: Iterable[
     for method in map(load_method, methods):
         own = [record for record in records if record.config.get("method") == method.name and record.status != "failed"]
         if others := sum(record.method_code not in ("", method.code) for record in own):
-            files = [
-                f"{part}.py" for part in (method.name, *dict.fromkeys(parse(text)[0] for text in method.statistics))
-            ]
+            files = [f"{name}.py" for name in (method.name, *sorted({parse(one)[0] for one in method.statistics}))]
             raise UserError(
                 f"experiment {store.folder} has {others} trial{'s' * (others > 1)} of method {method.name} as it was before "
-                f"{' or '.join(files)} was changed; give the changed method another name, or start another experiment with "
-                "--name, which finds again what is in the cache beside it"
+                f"its code was changed ({', '.join(files)}); give the changed method another name, or start another experiment "
+                "with --name, which finds again what is in the cache beside it"
             )
 
 
