@@ -87,11 +87,14 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         identities = {model.run.label: model.identity() for model in models}
         objective = settings.objective if space.search == "optuna" else None
-        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective)
+        methods = space.values["method"]
+        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective, methods)
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told, card=card)
         plan = replace(plan, left=sum(plan_cost.left(plan, model, finished)[1] for model in models))
+        if plan.left and not card:
+            experiment.warn_of_other_versions(open_store(folder), records)
         work = plan_cost.at_once(plan, finished)
         # Inline, the trial of the moment has a GPU to itself, or several.
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
