@@ -87,7 +87,9 @@ def test_what_its_process_says_is_what_the_search_says(code, exit_code, sentence
 
 def test_processes_of_a_local_ray_ask_no_proxy_for_each_other(stand_in, monkeypatch):
     monkeypatch.setenv("RAY_grpc_enable_http_proxy", "1")
-    stand_in("""import json, os\nprint(json.dumps({"machine_error": os.environ["RAY_grpc_enable_http_proxy"]}), flush=True)""")
+    stand_in(
+        """import json, os\nprint(json.dumps({"machine_error": os.environ["RAY_grpc_enable_http_proxy"]}), flush=True)"""
+    )
     with local.LocalRay(1) as started, pytest.raises(MachineError, match="^0$"):
         started.address()
     assert os.environ["RAY_grpc_enable_http_proxy"] == "0"  # this one, which joins it

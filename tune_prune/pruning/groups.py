@@ -73,7 +73,9 @@ class GroupScores:
         """With a number in the place of -inf, the score of what goes first: 1 below the lowest of the others."""
         scores = np.concatenate([*self.attention, *self.mlp])
         lowest = scores[np.isfinite(scores)].min(initial=0.0) - 1
-        first = [tuple(np.where(np.isneginf(part), lowest, part) for part in parts) for parts in (self.attention, self.mlp)]
+        first = [
+            tuple(np.where(np.isneginf(part), lowest, part) for part in parts) for parts in (self.attention, self.mlp)
+        ]
         return GroupScores(*first)
 
 
