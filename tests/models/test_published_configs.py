@@ -170,5 +170,5 @@ def test_it_is_searched(model: Path, data: tuple[str, ...], printed: Callable[..
     )
     out = printed(search.main, "--model", model, *data, "--search-space", tmp_path / "two.yaml", *small)
     assert "2 trials (2 complete)" in out
-    (best,) = (tmp_path / "results").rglob("best/config.json")
+    (best,) = (tmp_path / "results").rglob("best/*/config.json")
     assert logits(AutoModelForCausalLM.from_pretrained(best.parent)).isfinite().all()

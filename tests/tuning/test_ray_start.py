@@ -90,9 +90,9 @@ def test_processes_of_a_local_ray_ask_no_proxy_for_each_other(stand_in, monkeypa
     stand_in(
         """import json, os\nprint(json.dumps({"machine_error": os.environ["RAY_grpc_enable_http_proxy"]}), flush=True)"""
     )
-    with local.LocalRay(1) as started, pytest.raises(MachineError, match="^0$"):
+    with local.LocalRay(1) as started, pytest.raises(MachineError, match=r"^0$"):
         started.address()
-    assert os.environ["RAY_grpc_enable_http_proxy"] == "0"  # this one, which joins it
+    assert os.environ["RAY_grpc_enable_http_proxy"] == "0"  # noqa: SIM112  # of this one, which joins it
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ regression towards the old weights; without q and damping the update of Optimal 
 ZipLM has it, Kurtic et al. 2023, arXiv:2302.04089). The weights q say what the next RMSNorm makes of an error: without them the few
 tokens with massive activations (Sun et al. 2024, arXiv:2402.17762) decide alone, which can destroy a model.
 
-What is fitted to little text may not hold for other text. So the last eighth of the windows is left out of G, and a block whose error on
-those does not fall keeps its old weights; so does one whose weights would grow beyond twice their norm at ten and a hundred times the
-damping, too. There are no new biases, so checkpoints stay those of the family.
+What is fitted to little text may not hold for other text. So the last eighth of the windows is left out of G, and a block whose
+error on those does not fall keeps its old weights; so does one whose weights would grow beyond twice their norm at ten and a
+hundred times the damping, too. There are no new biases, so checkpoints stay those of the family.
 """
 
 from __future__ import annotations
