@@ -49,6 +49,12 @@ def check_weights(folder: Path, model: nn.Module) -> None:
         stored_tensors(folder, model)
 
 
+def are_here(folder: Path) -> bool:
+    """Whether `folder` has all weight files that it should have, or pickled ones."""
+    found = files(folder)
+    return all(path.is_file() for path in found) if found else _pickled(folder)
+
+
 def stored_tensors(folder: Path, model: nn.Module) -> dict[str, Place]:
     """Where every parameter of `model` (on the meta device) is in the safetensors files of `folder`; tied ones stand under each of
     their names. Raises UserError as `check_weights` does, where weights are pickled, and where some are left over: without them it

@@ -6,6 +6,7 @@ A method module has a docstring that names its source, and
                                            statistic has kinds: ("taylor", "block_removal:layer"); () where it reads no data
     def scores(dense: Dense) -> GroupScores                per layer float64 [KV groups] and [MLP channels], finite, of any scale:
                                                            groups of all layers are sorted together, the lowest are removed first
+                                                           (-inf: before all others)
     SHAPES: tuple[str, ...]                optional: the shapes that it is for, "free", "aligned", "uniform"; all where it has none
     NORMALIZATIONS: tuple[str, ...]        optional: what its scores may be divided by: "none", "kind", "layer"; else all
 
