@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -215,6 +214,15 @@ def fetch_weights(source: ModelSource) -> None:
             raise unavailable(source, error, "weights") from error
 
 
+def check_weights(source: ModelSource, config: PretrainedConfig) -> None:
+    """Raise UserError unless the weights of the model fit its config (weight_files.check_weights); of a hub's model nothing is known
+    before they are in the cache."""
+    folder = hub.folder(source.location, source.revision) if source.kind == "hub" else Path(source.location)
+    if source.kind != "hub" or (folder is not None and weight_files.are_there(folder)):
+        assert folder is not None
+        weight_files.check_weights(folder, meta_model(config), source.location)
+
+
 def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
     """Load weights and tokenizer. `residency` is how passes over the model hold what else they need, and over how many GPUs its
     layers are spread. Raises UserError where the model is not available, its weights do not fit its config (never leaves a tensor
@@ -225,6 +233,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     if device == "cuda":
         set_up_gpu()
     tokenizer = load_tokenizer(source)
+    fetch_weights(source)
+    check_weights(source, config)
     # Straight to the device, a tensor at a time: several workers load at once.
     places: dict[str, Any] = {"": device}
     if residency.gpus > 1:
@@ -245,11 +255,6 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
                 ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
             )
         model, report = loaded
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"the weights of {source.location} are a pickle of Python objects, as some pruning tools save them, and unpickling can "
-            "run any code; save that model's weights as safetensors (save_pretrained), or give the dense model"
-        ) from error
     except Exception as error:  # safetensors, torch and the hub each raise their own kinds
         if is_out_of_memory(error):
             raise
@@ -258,13 +263,6 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     wrong += [f"{name} is {list(found)}, not {list(size)}" for name, found, size in sorted(report["mismatched_keys"])]
-    # Weights of a layer or a bias that the config does not have: without them it would be another model.
-    unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
-    wrong += [f"{name} is not used" for name in unused]
-    tied = residency.gpus == 1 and getattr(config, "tie_word_embeddings", False)
-    # Where both are stored and differ, transformers leaves them apart.
-    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        wrong.append("its output head is not its embeddings, as tie_word_embeddings says")
     if wrong:
         raise UserError(
             f"the weights of {source.location} do not fit its config.json: {wrong[0]}, and {len(wrong) - 1} more such tensors; "

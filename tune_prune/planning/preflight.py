@@ -227,8 +227,7 @@ def _plan_model(
             positions = config.max_position_embeddings
             for length, count in sorted({needed for one in configs for needed in samples_needed(one, positions)}):
                 checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
-        if source.kind != "hub":
-            weight_files.check_weights(Path(source.location), loading.meta_model(config))
+        loading.check_weights(source, config)
         for text in texts:
             checks.check_cached(replace(run, calibration=text))
     except UserError as error:
