@@ -18,6 +18,9 @@ from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import MAX_NAME, MAX_PATH, is_too_long
 from tune_prune.models.gguf import files as gguf_files
 
+ADAPTER = "adapter_config.json"  # by which peft and transformers know an adapter
+MERGE = "merge the adapter into the model that it names (peft: merge_and_unload, then save_pretrained)"
+
 # alias -> hub id
 HUB_ALIASES = {
     "llama": "meta-llama/Meta-Llama-3-8B",
@@ -85,6 +88,8 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
     if path.is_dir():
         check_label(path.resolve().name, f"model folder {name}")
         if not (path / "config.json").is_file():
+            if (path / ADAPTER).is_file():
+                raise UserError(f"model folder {name} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder")
             if found := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
                 raise UserError(
                     f"model folder {name} holds a GGUF file and no config.json; name the file: --model {found[0]}"

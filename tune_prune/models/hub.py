@@ -30,6 +30,18 @@ def probe(repo: str, file: str, revision: str | None = None, repo_type: str = "m
     huggingface_hub.get_hf_file_metadata(url)
 
 
+def holds(repo: str, file: str, revision: str | None = None) -> bool:
+    """Whether model `repo` is known to have `file`, by the cache or by one request; False where the hub cannot be asked."""
+    cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
+    if cached is not None or constants.HF_HUB_OFFLINE:
+        return isinstance(cached, str)
+    try:
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file, revision=revision))
+    except Exception:  # noqa: BLE001  # no such file, or no network, a proxy, a hub that is down, each of its own kind
+        return False
+    return True
+
+
 @cache
 def obstacle(repo: str) -> str:
     """Why model `repo` cannot be had, neither from the hub's cache nor from the hub, in a clause; empty where it can. Asked once by

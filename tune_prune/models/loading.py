@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,7 +29,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.terminal import progress
 from tune_prune.models import hub, registration, unsupported, weight_files
-from tune_prune.models.catalog import ModelSource
+from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.gguf import convert
@@ -38,6 +39,15 @@ from tune_prune.models.runner.out_of_memory import is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
+
+# What a config.json may say of how a model is run: that is decided here, so that it changes nothing.
+_RUN = {
+    "return_dict": True, "output_hidden_states": False, "output_attentions": False, "use_cache": True,
+    "attn_implementation": None, "_attn_implementation": None,
+}  # fmt: skip
+_RUN_OTHERWISE = ("gradient_checkpointing", "fusion_config", "torchscript")  # what is no field of a config
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
@@ -111,6 +121,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             hub.probe(source.location, "config.json", source.revision)
             values, _ = PretrainedConfig.get_config_dict(**where)
         else:
+            weight_files.check_pointers(Path(source.location) / name for name in ("config.json", *TOKENIZER_FILES))
             try:
                 values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
             except ValueError as error:
@@ -118,7 +129,8 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
         check_sizes(values, source.location)
-        unsupported.check_quantisation(values, source.location)
+        unsupported.check_followed(values, source.location)
+        unsupported.check_adapter(source)
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
         if values["model_type"].startswith(registration.PREFIX):
@@ -129,11 +141,16 @@ def load_config(source: ModelSource) -> PretrainedConfig:
                 f"not follow in {values['model_type']} models; it was pruned by another tool: give the dense model, or a "
                 "checkpoint of tune_prune"
             )
-        config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=False, **_RUN)
+        for name in _RUN_OTHERWISE:
+            config.__dict__.pop(name, None)
         family = _family(config)
+        unsupported.check_quantisation(values, source.location)
     except UserError:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
+        if source.kind == "hub" and hub.holds(source.location, ADAPTER, source.revision):
+            raise UserError(f"{source.location} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder") from error
         raise unavailable(source, error, "config.json") from error
     stated = config.to_dict()  # a pruned config does not give away as an attribute what differs between its layers
     for name in CONFIG_SIZES:
@@ -150,6 +167,8 @@ def _family(config: PretrainedConfig) -> Family:
     """The row of the config's family. Raises UserError, with the reason, for a family that has none."""
     if config.model_type in FAMILIES or config.model_type.startswith(registration.PREFIX):
         return family_of(config.model_type)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(unsupported.no_language_model(config))
     raise UserError(unsupported.reason(meta_model(config)))
 
 
@@ -246,6 +265,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
         with bars_as("weights", "tensors"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location,
+                config=config,
                 revision=revision,
                 dtype=dtype,
                 attn_implementation="sdpa",
@@ -269,6 +289,11 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
             "download the model again or point --model at a complete folder"
         )
     model.eval().requires_grad_(False)
+    generation = model.generation_config
+    if generation._from_model_config:  # made from config.json, so with what that says of how a model is run
+        generation.use_cache = None if generation.use_cache is None else True
+        for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
+            setattr(generation, name, getattr(generation, name) and None)
     _align(model)
     if residency.gpus > 1:
         spread.follow_weights(model, family)

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.errors import UserError
-from tune_prune.models import families
+from tune_prune.models import families, hub
+from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
 from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure
 
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|up_gate", re.IGNORECASE)
@@ -34,6 +35,33 @@ def check_quantisation(values: Mapping[str, Any], location: str) -> None:
         raise UserError(
             f"the weights of {location} are quantised ({method or 'quantization_config'} in its config.json); what is pruned needs "
             "them whole: name the model that it was made from, or a GGUF file of it"
+        )
+
+
+def check_followed(values: Mapping[str, Any], location: str) -> None:
+    """Raise UserError where `values`, the config.json of the model at `location`, send transformers to other files of the folder, of
+    which neither checks nor fingerprints know."""
+    for key in ("configuration_files", "transformers_weights"):
+        if values.get(key):
+            raise UserError(
+                f"config.json of {location} names other files in its place ({key}: {values[key]!r:.80}), which are not read; put what "
+                f"they hold into config.json and model.safetensors, and take {key} out"
+            )
+
+
+def check_adapter(source: ModelSource) -> None:
+    """Raise UserError where transformers would change the weights of the model by an adapter that lies beside them. Whether they have
+    it already, as merged models do that still carry the file, cannot be seen: so it is for the user to say."""
+    if source.kind == "hub":
+        found = hub.holds(source.location, ADAPTER, source.revision)
+        away = f"take the model without that file (`hf download {source.location} --exclude 'adapter_*' --local-dir DIR`)"
+    else:
+        found = (Path(source.location) / ADAPTER).is_file()
+        away = "move that file away"
+    if found:
+        raise UserError(
+            f"{source.location} has {ADAPTER} beside its config.json, and transformers would apply that adapter to the weights; {away} "
+            f"if they have it already, else {MERGE}"
         )
 
 
@@ -53,6 +81,16 @@ def reason(model: PreTrainedModel) -> str:
             f"{Path(families.__file__)}, and test it as CONTRIBUTING.md says (Recipe: a decoder family)"
         )
     return f"model type {model_type!r} is not supported: {_obstacle(model)}; choose a model of a supported family: {supported}"
+
+
+def no_language_model(config: PretrainedConfig) -> str:
+    """One sentence for the user: a model of that config has no head for next tokens, or has one as a part of something larger."""
+    text = getattr(config, "text_config", None)
+    what = "is no causal language model" if text is None else f"has a language model ({text.model_type}) as one of its parts"
+    return (
+        f"model type {config.model_type!r} is not supported: a model of it {what}; choose a model of a supported family: "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def fitting_row(model: PreTrainedModel) -> Family | None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -315,15 +316,18 @@ def pieces_hash(path: Path) -> str:
 
 def folder_fingerprint(folder: Path, file_hash: Callable[[Path], str], beside: bool = True) -> str:
     """What the model in `folder` is, by the contents of config, tokenizer and weight files (`content_hash`, or an older one).
-    `beside` False: without the tokens that older files add to a tokenizer.json, as in fingerprints of older versions."""
+    `beside` False: without the tokens that older files add to a tokenizer.json, and without other files of a tokenizer that
+    has none, as in fingerprints of older versions."""
     own = {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         own |= {"vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"}
+    there = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
     settings = folder / "tokenizer_config.json"
     # transformers reads these two unless that file has the key (tokenization_utils_base.py, _from_pretrained).
     if beside and not (settings.is_file() and b'"added_tokens_decoder"' in settings.read_bytes()):
         own |= {"added_tokens.json", "special_tokens_map.json"}
-    there = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
+    if beside and not (folder / "tokenizer.json").is_file():  # in whose place it takes any of these (from_pretrained)
+        own |= {path.name for path in there if re.match(r"tekken\.json|tokenizer\.model|tiktoken\.model", path.name)}
     names = {path.name for path in there if path.name in own or path.suffix in {".safetensors", ".bin"}}
     below = [path for path in files(folder) if path.is_file()]  # an index may name them in other folders
     names |= {os.path.relpath(path, folder) for path in below}
