@@ -272,7 +272,7 @@ def test_how_a_model_is_run_is_not_for_its_config_to_say(more, own_file, folder,
                                   lambda source: map_model(source, torch.float32, "cpu")], ids=["plan", "load", "map"])  # fmt: skip
 def test_an_adapter_beside_whole_weights_is_named_on_every_road(road, folder, tmp_path, monkeypatch):
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
-    with pytest.raises(UserError, match=r"has adapter_config\.json beside .* move that file away if they have it") as error:
+    with pytest.raises(UserError, match=r"has adapter_config\.json beside .* move that file away where it is merged") as error:
         road(resolve(str(folder)))
     one_sentence(error)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

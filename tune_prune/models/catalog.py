@@ -57,7 +57,9 @@ class ModelSource:
     def found_as(self) -> str:
         """Where a model was found that can come from several places, or that a file holds in another form; empty of others."""
         if self.file is not None:
-            return f"{self.gguf}" + (f", of package {self.name}" if self.name == gguf_files.PACKAGE else "")
+            again = gguf_files.head(Path(self.location))
+            package = f", of package {self.name}" if self.name == gguf_files.PACKAGE else ""
+            return f"{self.gguf}{package}" + (f"; {again}" if again else "")
         return f"{self.location} of the hub" if self.name == gguf_files.ALIAS else ""
 
 

@@ -61,7 +61,7 @@ def check_adapter(source: ModelSource) -> None:
     if found:
         raise UserError(
             f"{source.location} has {ADAPTER} beside its config.json, and transformers would apply that adapter to the weights; {away} "
-            f"if they have it already, else {MERGE}"
+            f"where it is merged into them already, else {MERGE}"
         )
 
 
