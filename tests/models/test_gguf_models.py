@@ -136,7 +136,9 @@ def test_a_head_that_is_the_embeddings_again_is_one_matrix(tiny_file: Path, tmp_
     read = load(file)
     assert read.geometry.total_params == sum(p.numel() for p in tied.parameters())
     assert read.model.config.tie_word_embeddings and same_weights(read.model, tied)
-    said = "its head (output.weight, F32) is its embeddings (token_embd.weight, Q4_0) again, so both are one matrix here"
+    said = (
+        "its head (output.weight, F32) is its embeddings (token_embd.weight, Q4_0) again, so both are one matrix here"
+    )
     assert said in read.source.found_as and read.source.found_as.endswith("read from output.weight")
     once = load(tiny_file).source
     assert once.found_as == str(once.gguf)
@@ -151,7 +153,9 @@ def test_a_head_of_its_own_stays_one(kind: gguf.GGMLQuantizationType, noise: flo
     assert "head" not in read.source.found_as
 
 
-def test_what_an_older_version_has_read_is_looked_at_again(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_an_older_version_has_read_is_looked_at_again(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """For it every head that a file stores was one of its own."""
     twice = rewritten(tiny_file, tmp_path / "twice.gguf", _head_again(Q8_0))
     own = rewritten(tiny_file, tmp_path / "own.gguf", _head_again(Q8_0, 1.0))
@@ -171,7 +175,9 @@ def test_what_an_older_version_has_read_is_looked_at_again(tiny_file: Path, tmp_
     after = [mark(source) for source in sources]
     assert after[0] != before[0] and after[1:] == before[1:]
     assert [path.stat().st_ino == state for path, state in zip(weights, states, strict=True)] == [False, True, True]
-    assert loading.load_config(sources[0]).tie_word_embeddings and not loading.load_config(sources[1]).tie_word_embeddings
+    assert (
+        loading.load_config(sources[0]).tie_word_embeddings and not loading.load_config(sources[1]).tie_word_embeddings
+    )
 
 
 def test_a_file_is_its_content_and_is_read_once(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -256,7 +256,11 @@ def test_how_a_model_is_run_is_not_for_its_config_to_say(more, own_file, folder,
         loaded.model.save_pretrained(tmp_path / name)
         files = sorted((tmp_path / name).iterdir())
         assert len(files) == 3
-        return loaded.model(tokens).logits, [path.read_bytes() for path in files], loaded.model.config._attn_implementation
+        return (
+            loaded.model(tokens).logits,
+            [path.read_bytes() for path in files],
+            loaded.model.config._attn_implementation,
+        )
 
     logits, saved, attention = found("without")
     config = json.loads((folder / "config.json").read_text())
@@ -272,7 +276,9 @@ def test_how_a_model_is_run_is_not_for_its_config_to_say(more, own_file, folder,
                                   lambda source: map_model(source, torch.float32, "cpu")], ids=["plan", "load", "map"])  # fmt: skip
 def test_an_adapter_beside_whole_weights_is_named_on_every_road(road, folder, tmp_path, monkeypatch):
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
-    with pytest.raises(UserError, match=r"has adapter_config\.json beside .* move that file away where it is merged") as error:
+    with pytest.raises(
+        UserError, match=r"has adapter_config\.json beside .* move that file away where it is merged"
+    ) as error:
         road(resolve(str(folder)))
     one_sentence(error)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -47,7 +47,9 @@ FILES: dict[str, Callable[[Path, Weights], None]] = {
 
 
 @pytest.fixture(params=["folder", "hub"])
-def source(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
+def source(
+    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ModelSource:
     """A folder that a test may damage, or the same as the hub's cache has it; its files are in `place`."""
     if request.param == "folder":
         return resolve(str(folder))

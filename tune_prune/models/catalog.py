@@ -91,7 +91,9 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
         check_label(path.resolve().name, f"model folder {name}")
         if not (path / "config.json").is_file():
             if (path / ADAPTER).is_file():
-                raise UserError(f"model folder {name} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder")
+                raise UserError(
+                    f"model folder {name} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder"
+                )
             if found := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
                 raise UserError(
                     f"model folder {name} holds a GGUF file and no config.json; name the file: --model {found[0]}"

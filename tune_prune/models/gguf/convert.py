@@ -126,8 +126,8 @@ def _said_of_head(about: header.Header) -> str:
     kinds = [about.tensors[name].tensor_type.name for name in (_HEAD, _EMBEDDINGS)]
     which = _HEAD if _bits(about.tensors[_HEAD]) > _bits(about.tensors[_EMBEDDINGS]) else _EMBEDDINGS
     return (
-        f"its head ({_HEAD}, {kinds[0]}) is its embeddings ({_EMBEDDINGS}, {kinds[1]}) again, so both are one matrix here, read from "
-        f"{which}"
+        f"its head ({_HEAD}, {kinds[0]}) is its embeddings ({_EMBEDDINGS}, {kinds[1]}) again, so both are one matrix here, read "
+        f"from {which}"
     )
 
 
