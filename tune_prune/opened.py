@@ -114,7 +114,7 @@ class Model:
         normalization: str | None = None,
         layer_cap: float | None = None,
         steps: int | None = None,
-        shape: str = "free",
+        shape: str | None = None,
         align: int | None = None,
         compensation: str = "none",
         damping: float | None = None,
@@ -133,7 +133,8 @@ class Model:
         removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
         removal_power, normalization, layer_cap    how much each layer gives (docs/methods.md, "Selection"); None: 1, none and 1
         steps            in which the groups are removed, with statistics of what is left taken again between them; None: 1
-        shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform
+        shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform, the
+                         same in every layer; None: free, from 1B parameters on aligned
         compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
         damping, refit_tokens    of a refit: how strongly it keeps to the old weights, its calibration tokens; None: 0.1, 16,384
         recovery         none, or lora: adapters are trained and merged; recovery_steps, _rate and _rank None: 100, 0.001 and 8

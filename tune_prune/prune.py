@@ -196,10 +196,11 @@ def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
     run = request.source or request.run
     said = request.config.values(run) | {"data_dir": run.data_dir}
     asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
-    if asked.get("shape") == "aligned" and said["shape"].startswith("aligned-"):
+    kind = said["shape"].partition("-")[0]
+    if asked.get("shape") == kind:
         asked["shape"] = said["shape"]
     if "align" in asked:
-        asked["shape"] = f"aligned-{asked.pop('align')}"
+        asked["shape"] = f"{'aligned' if kind == 'free' else kind}-{asked.pop('align')}"
     if "data_dir" in asked:
         asked["data_dir"] = checks.data_dir(asked["data_dir"])
     if "calibration" in asked:

@@ -100,7 +100,9 @@ def test_a_folder_with_the_name_of_an_alias_is_pointed_at(tmp_path: Path, monkey
     hint = " (the folder ./mistral is --model ./mistral)"
     assert hint not in str(unsupported.unavailable(source, ConnectionError("no route"), "config.json"))
     (tmp_path / "mistral").mkdir()
-    assert str(unsupported.unavailable(source, ConnectionError("no route"), "config.json")).endswith(f"--model DIR{hint}")
+    assert str(unsupported.unavailable(source, ConnectionError("no route"), "config.json")).endswith(
+        f"--model DIR{hint}"
+    )
 
 
 def cached_dataset(home: Path, repo: str, commit: str) -> Path:

@@ -108,13 +108,13 @@ def test_kinds_are_known_however_they_are_written() -> None:
         ),
         (
             ("--gpu", "4090", "--memory", "100MiB"),
-            "in its leanest way .*use --memory 625MiB or more, or a smaller model",
+            "in its leanest way .*use --memory 646MiB or more, or a smaller model",
         ),
         (
-            ("--gpu", "512MiB"),
+            ("--gpu", "512MiB", "--dtype", "bfloat16"),
             "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model$",
         ),
-        (("--gpu", "512MiB", "--dtype", "float32"), "larger --gpu, use --dtype bfloat16, or choose a smaller model$"),
+        (("--gpu", "512MiB"), "larger --gpu, use --dtype bfloat16, or choose a smaller model$"),
         (("--gpu", "h100", "--address", "auto"), "--address for a cluster; leave one of them out"),
     ],
 )

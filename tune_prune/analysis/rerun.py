@@ -20,7 +20,7 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
         return None
     config = config_of(row)
     file = shlex.quote(f"{config.name}.yaml")
-    space = {"search": "grid"} | config.settings()
+    space = {"search": "grid"} | config.settings() | {"shape": config.shape}  # whose default goes by size
     lines = " ".join(shlex.quote(f"{name}: {value}") for name, value in space.items())
     protocol = source["protocol"]
     values = {**protocol, **source, "search_space": f"{config.name}.yaml", "tasks": ",".join(protocol["tasks"])}

@@ -211,7 +211,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None) -> PruneRequest:
     """The configuration that `values` name, by the names of HYPERPARAMETERS (None or absent: the default), of a model that is
-    known without its weights; `align` is the N of shape aligned. Raises UserError."""
+    known without its weights; `align` is the N of shape aligned or uniform. Raises UserError."""
     method = load_method(values["method"])
     given = {name: plain(value) for name, value in values.items() if value is not None}
     missing = [name for name in method.hyperparameters if HYPERPARAMETERS[name].required and name not in given]
@@ -230,7 +230,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         raise UserError(
             f"{name} is {given[name]}, but nothing reads it; leave it out, or give {switch.name}={switch.example}"
         )
-    full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
+    full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | {"shape": shapes.BY_SIZE} | given
     method.check_shape(full["shape"])
     method.check_normalization(full["normalization"])
     (shape,) = resolve.aligned((full["shape"],), align)

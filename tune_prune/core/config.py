@@ -53,10 +53,10 @@ def reads_embedded_data(model: str, data_dir: str | None) -> bool:
 
 
 def alignment(shape: str) -> int | None:
-    """The N of shape "aligned-N"; None for "free" and "uniform"."""
+    """The N of shape "aligned-N" or "uniform-N", which MLP widths are multiples of; None for "free" and "uniform"."""
     match = SHAPE.fullmatch(shape)
     if match is None:
-        raise UserError(f"shape is {shape!r}; it must be free, uniform or aligned-N, e.g. aligned-64")
+        raise UserError(f"shape is {shape!r}; it must be free, uniform, aligned-N or uniform-N, e.g. aligned-64")
     return int(match[1]) if match[1] else None
 
 

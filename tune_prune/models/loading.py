@@ -39,6 +39,8 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
+WIDE = ("float32", "float64", "F32")  # of `stored_as`: what bfloat16 would round
+
 # What a config.json may say of how a model is run: that is decided here, so that it changes nothing.
 _RUN: dict[str, Any] = {
     "return_dict": True, "output_hidden_states": False, "output_attentions": False, "use_cache": True,
@@ -46,8 +48,7 @@ _RUN: dict[str, Any] = {
 }  # fmt: skip
 _RUN_OTHERWISE = ("gradient_checkpointing", "fusion_config", "torchscript")  # what is no field of a config
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-
+_LARGE = ("config.json", "tokenizer.json", "tokenizer.model")  # which Git may have left out, beside weights
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -96,9 +97,18 @@ def pick_device(asked: str) -> str:
     return "cuda" if has_gpu else "cpu"
 
 
-def usual_dtype(device: str) -> str:
-    """In which weights are where no --dtype says otherwise: bfloat16 on a GPU that computes in it, else float32."""
-    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+def stored_as(source: ModelSource, config: PretrainedConfig) -> str:
+    """What weights are stored in: a data type such as bfloat16, as config.json says (float32 where it says none), or what a GGUF
+    file is quantised to, such as Q4_1 or F32."""
+    if source.gguf is not None:
+        return source.gguf.quantization
+    return str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+
+
+def default_dtype(stored: str, fast: Callable[[], bool]) -> str:
+    """The data type to compute in where no --dtype names one: bfloat16 for weights that are `stored_as` fewer than 32 bits, on a
+    device that is `fast` at it; else float32."""
+    return "float32" if stored in WIDE or not fast() else "bfloat16"
 
 
 def set_up_gpu() -> None:
@@ -120,7 +130,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             hub.probe(source.location, "config.json", source.revision)
             values, _ = PretrainedConfig.get_config_dict(**where)
         else:
-            weight_files.check_pointers(Path(source.location) / name for name in ("config.json", *TOKENIZER_FILES))
+            weight_files.check_pointers(Path(source.location) / name for name in _LARGE)
             try:
                 values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
             except ValueError as error:
