@@ -230,8 +230,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a modelling file trips over
         raise UserError(
-            f"config.json of {config.name_or_path} describes no model that can be built ({unsupported.cause(error)}); download the model "
-            "again or correct it"
+            f"config.json of {config.name_or_path} describes no model that can be built ({unsupported.cause(error)}); download the "
+            "model again or correct it"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""What is said of a model that cannot be pruned or had: the row that its family lacks or what of its layers stands in the way, what its
-files say that is not followed, and what loading it ended in.
+"""What is said of a model that cannot be pruned or had: the row that its family lacks, or what of its layers stands in the way;
+what its files say that is not followed; what loading it ended in.
 
-What is said of a family comes from the structure of the model itself, built from its config without memory. A row that fits by names and
-shapes still has to pass the tests that CONTRIBUTING.md names: what a family does between its layers shows there.
+What is said of a family comes from the structure of the model itself, built from its config without memory. A row that fits by
+names and shapes still has to pass the tests that CONTRIBUTING.md names: what a family does between its layers shows there.
 """
 
 from __future__ import annotations
