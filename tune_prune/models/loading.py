@@ -28,7 +28,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.terminal import progress
 from tune_prune.models import hub, registration, unsupported, weight_files
-from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
+from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.gguf import convert
@@ -158,10 +158,6 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     except UserError:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
-        if source.kind == "hub" and hub.holds(source.location, ADAPTER, source.revision):
-            raise UserError(
-                f"{source.location} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder"
-            ) from error
         raise unsupported.unavailable(source, error, "config.json") from error
     stated = config.to_dict()  # a pruned config does not give away as an attribute what differs between its layers
     for name in CONFIG_SIZES:

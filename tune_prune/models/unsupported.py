@@ -211,6 +211,8 @@ def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
             f"model folder {source.location} cannot be loaded ({part}: {cause(error)}); check that config, tokenizer and "
             "weights are complete"
         )
+    if hub.holds(source.location, ADAPTER, source.revision):
+        return UserError(f"{source.location} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder")
     text = f"{type(error).__name__} {error} {error.__cause__!r}".lower()
     if "gated" in text or "401" in text or "403" in text:
         step = f"accept its licence at https://huggingface.co/{source.location} and run `hf auth login`"
