@@ -30,7 +30,7 @@ from tune_prune.cost_model.workload import LONGEST_ROW, passes_of, recipe_passes
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
-from tune_prune.models import catalog, loading, weight_files
+from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
@@ -85,8 +85,7 @@ class Model:
         self.run, self.label, self.params = run, run.label, self.geometry.total_params
         self.gguf, self.found_as = self._source.gguf, self._source.found_as
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
-        if self._source.kind != "hub":
-            weight_files.check_weights(Path(self._source.location), loading.meta_model(self.hf_config))
+        loading.check_weights(self._source, self.hf_config)
         self._calibration, self._memory, self._base = calibration, memory, base
         self._loaded: LoadedModel | None = None
         self._fallback = Fallback()

@@ -237,9 +237,9 @@ def _plan_model(
             for length, count in sorted({needed for one in configs for needed in samples_needed(one, positions)}):
                 checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
         # A plan for a GPU that is not here asks for no weights either.
-        here = source.kind != "hub" and (card is None or weight_files.are_here(Path(source.location)))
-        if here:
-            weight_files.check_weights(Path(source.location), loading.meta_model(config))
+        here = source.kind != "hub" and (card is None or weight_files.are_there(Path(source.location)))
+        if here or source.kind == "hub":
+            loading.check_weights(source, config)
         for text in texts:
             checks.check_cached(replace(run, calibration=text))
     except UserError as error:
