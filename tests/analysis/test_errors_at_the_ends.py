@@ -13,7 +13,6 @@ from statsmodels.stats.proportion import proportion_confint
 
 from tests import findings as simulated
 from tests.findings import from_csv, simulated_study
-from tune_prune.analysis.input.errors import wilson_interval, wilson_stderr
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.layout import write_layout
@@ -23,6 +22,7 @@ from tune_prune.analysis.statistics.cross_fit import cross_fit
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.ledger import Ledger, read_baselines
 from tune_prune.core.store import FolderStore
+from tune_prune.core.values.measures import wilson_interval, wilson_stderr
 
 ITEMS, TASKS = 150, 7
 

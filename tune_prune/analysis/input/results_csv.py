@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.errors import wilson_stderr
 from tune_prune.analysis.input.rows import (
     ACCURACIES,
     CALIBRATION,
@@ -29,6 +28,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import is_too_long
 from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_file
 from tune_prune.core.values.hyperparameters import OLDER_NAMES
+from tune_prune.core.values.measures import wilson_stderr
 
 _LARGEST_WHOLE = 2**53  # beyond it a float is not one whole number
 _LARGEST = 1e100  # beyond it figures have no ticks
