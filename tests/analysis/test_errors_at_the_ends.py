@@ -13,6 +13,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from tests import findings as simulated
 from tests.findings import from_csv, simulated_study
+from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.layout import write_layout
@@ -85,6 +86,25 @@ def test_files_of_trials_hold_what_was_recorded_and_lead_to_the_same_errors(expe
     assert again.model.baseline["acc_mean_stderr"] == found.model.baseline["acc_mean_stderr"]
     shutil.rmtree(experiment)  # nobody knows how many items there were
     assert find(read_study([folder], [])).models["alpha"].eligible["acc_boolq_stderr"].eq(0).all()
+
+
+def test_a_draw_that_is_all_right_has_no_error_in_a_mean_that_is_not(tmp_path: Path, monkeypatch) -> None:
+    """The error of a mean of draws is that of the items' means, item by item, and what draws add."""
+    monkeypatch.setitem(simulated.TASK_LEVELS, "boolq", 0.37)
+    names = ("blockwise-s64-n512", "blockwise-s64-n128", "layerwise-s64-n512")
+    study = simulated_study(tmp_path, models=("alpha",), items=30, draws=dict.fromkeys(names, 3))
+    found, mixed, whole = find(read_study([study], [])).models["alpha"], 0, 0
+    between = found.draw_variances["acc_boolq"].variance / 3
+    for name in names:
+        row = found.named(name)
+        own = found.draws[row.name]["output_dir"]
+        scores = np.mean([read_items(folder).loc["boolq"] for folder in own], axis=0)
+        certain = scores.min() == scores.max() == 1
+        error = wilson_stderr(30) if certain else scores.std(ddof=1) / math.sqrt(30)
+        assert row["acc_boolq_stderr"] == pytest.approx(math.hypot(error, math.sqrt(between)))
+        mixed += not certain and any(read_items(folder).loc["boolq"].all() for folder in own)
+        whole += certain
+    assert mixed and not whole
 
 
 def test_sizes_are_what_other_errors_of_the_task_tell(tmp_path: Path) -> None:
