@@ -56,6 +56,11 @@ def wilson_stderr(items: float) -> float:
     return _Z / (2 * (items + _Z * _Z))
 
 
+def wilson_items(stderr: float) -> float:
+    """Over how many items an accuracy of 0 or 1 has that standard error."""
+    return _Z / (2 * stderr) - _Z * _Z
+
+
 def is_certain(metrics: Mapping[str, Any], task: str) -> bool:
     """Whether the accuracy of a task is 0 or 1 and has a standard error of 0."""
     return metrics.get(f"acc_{task}") in (0, 1) and metrics.get(f"acc_{task}_stderr") == 0
