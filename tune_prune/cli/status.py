@@ -220,7 +220,12 @@ def _best(
             damaged.append(str(error))
         scores = score(eligible, by)
         dense = baselines[group[0]].metrics.get("acc_mean") if group[0] in baselines else None
-        found[label] = {"complete": int(model.rows["success"].sum()), "best": None, "by": by, "dense_acc_mean": dense}
+        found[label] = {
+            "complete": int((model.states == "complete").sum()),
+            "best": None,
+            "by": by,
+            "dense_acc_mean": dense,
+        }
         if np.isfinite(scores).any():
             best = eligible.iloc[int(np.nanargmax(scores))]
             values = plain_values(best, "key", "draws", "acc_mean", "acc_mean_stderr", "ppl")
