@@ -106,7 +106,9 @@ class Results:
 
     def __repr__(self) -> str:
         models = self.findings.study.models.values()
-        counts = ", ".join(f"{model.label} {int(model.rows['success'].sum())} of {len(model.rows)}" for model in models)
+        counts = ", ".join(
+            f"{model.label} {(model.states == 'complete').sum()} of {len(model.rows)}" for model in models
+        )
         return f"Results of {self.folder}: complete trials: {counts}"
 
     def __str__(self) -> str:

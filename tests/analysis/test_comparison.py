@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,8 @@ from tests.findings import simulated_scores
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import cross_fit
+from tune_prune.analysis.statistics.differences import difference
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 
 K = 45
@@ -77,6 +80,25 @@ def test_a_difference_on_its_own_has_the_error_that_its_items_show() -> None:
     scores = {str(i): np.repeat(simulated_scores(generator, np.full(1, 0.6), 5), 2, axis=1) for i in range(7)}
     comparison = compared(PairedScores(scores, np.arange(2)), generator, 200)
     assert comparison.stderr()[0, 1] == 0 and comparison.in_confidence_set.all()
+
+
+def test_a_difference_of_two_items_that_are_all_alike_is_not_certain() -> None:
+    """Of seven tasks of two items two trials differ in both items of the first: each has 1/4 over 2 of variance more a task."""
+    scores = {f"t{i}": np.array([[1.0, 0.0], [1.0, 0.0]]) if not i else np.ones((2, 2)) for i in range(7)}
+    comparison = compared(PairedScores(scores, np.arange(2)), np.random.default_rng(0))
+    expected = math.sqrt(2 * 7 * 0.25 / 2) / 7
+    assert comparison.stderr() == pytest.approx(np.array([[0, expected], [expected, 0]]))
+    assert comparison.p_value[1] == pytest.approx(
+        stats.norm.sf(1 / 7 / expected), abs=0.03
+    )  # which goes by the same error
+    index = pd.MultiIndex.from_product([scores, range(2)], names=["task", "doc_id"])
+    items = {f"{k}": pd.Series(np.concatenate([scores[task][:, k] for task in scores]), index) for k in range(2)}
+    rows = [{"output_dir": folder} | asdict(PruningConfig("taylor", 16, 8)) for folder in items]
+    gap = difference(rows[0], rows[1], items.__getitem__)
+    assert gap.points == pytest.approx(100 / 7) and gap.stderr_points == pytest.approx(100 * expected)
+    assert (
+        difference(rows[0], rows[0] | {"output_dir": "2"}, (items | {"2": items["0"]}).__getitem__).stderr_points == 0
+    )
 
 
 def test_confidence_set_shrinks_with_more_items() -> None:

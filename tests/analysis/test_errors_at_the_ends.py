@@ -13,7 +13,8 @@ from statsmodels.stats.proportion import proportion_confint
 
 from tests import findings as simulated
 from tests.findings import from_csv, simulated_study
-from tune_prune.analysis.input.errors import wilson_interval, wilson_stderr
+from tune_prune.analysis.export import write_views
+from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.layout import write_layout
@@ -21,8 +22,15 @@ from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.comparison import PairedScores
 from tune_prune.analysis.statistics.cross_fit import cross_fit
 from tune_prune.analysis.statistics.findings import find
+from tune_prune.cli.evaluation_text import result_text
+from tune_prune.cli.prune_request import from_config
+from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import Ledger, read_baselines
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
+from tune_prune.core.values.measures import wilson_interval, wilson_stderr
+from tune_prune.evaluation.evaluation import Evaluation
+from tune_prune.evaluation.item_scores import ItemScore, summarize
 
 ITEMS, TASKS = 150, 7
 
@@ -87,6 +95,25 @@ def test_files_of_trials_hold_what_was_recorded_and_lead_to_the_same_errors(expe
     assert find(read_study([folder], [])).models["alpha"].eligible["acc_boolq_stderr"].eq(0).all()
 
 
+def test_a_draw_that_is_all_right_has_no_error_in_a_mean_that_is_not(tmp_path: Path, monkeypatch) -> None:
+    """The error of a mean of draws is that of the items' means, item by item, and what draws add."""
+    monkeypatch.setitem(simulated.TASK_LEVELS, "boolq", 0.37)
+    names = ("blockwise-s64-n512", "blockwise-s64-n128", "layerwise-s64-n512")
+    study = simulated_study(tmp_path, models=("alpha",), items=30, draws=dict.fromkeys(names, 3))
+    found, mixed, whole = find(read_study([study], [])).models["alpha"], 0, 0
+    between = found.draw_variances["acc_boolq"].variance / 3
+    for name in names:
+        row = found.named(name)
+        own = found.draws[row.name]["output_dir"]
+        scores = np.mean([read_items(folder).loc["boolq"] for folder in own], axis=0)
+        certain = scores.min() == scores.max() == 1
+        error = wilson_stderr(30) if certain else scores.std(ddof=1) / math.sqrt(30)
+        assert row["acc_boolq_stderr"] == pytest.approx(math.hypot(error, math.sqrt(between)))
+        mixed += not certain and any(read_items(folder).loc["boolq"].all() for folder in own)
+        whole += certain
+    assert mixed and not whole
+
+
 def test_sizes_are_what_other_errors_of_the_task_tell(tmp_path: Path) -> None:
     rows = pd.DataFrame({"seq_len": 16, "num_samples": [4, 128, 512], "method": "taylor", "pruning_ratio": 0.2})
     rows["acc_mean"] = rows["acc_boolq"] = [1.0, 0.75, 0.0]
@@ -112,3 +139,31 @@ def test_published_results_have_the_sizes_of_the_tasks(tmp_path: Path) -> None:
     assert findings.models["M"].best["acc_mean_stderr"] == pytest.approx(expected)
     assert "Wilson's 95% interval [@wilson1927]" in paragraphs(findings)[0]
     assert "wilson" not in "".join(paragraphs(from_csv(tmp_path, {"M": lambda *_: 0.5})))
+
+
+def test_a_checkpoint_has_the_errors_of_the_final_table(experiment: Path) -> None:
+    findings, store = find(read_study([experiment], [])), FolderStore(experiment)
+    write_views(store, Ledger(store).records(), findings)
+    request, found = from_config(str(experiment), "alpha"), findings.models["alpha"]
+    for name in ("acc_mean_stderr", "acc_boolq_stderr", "acc_piqa_stderr"):
+        assert request.metrics[name] == found.best[name] > 0
+        assert request.baseline[name] == found.model.baseline[name] > 0
+
+
+def test_an_evaluation_has_the_errors_of_the_final_table() -> None:
+    """Of 40 items of boolq all are right, of 40 of piqa three quarters."""
+    rights = {"boolq": [1.0] * 40, "piqa": [1.0] * 30 + [0.0] * 10}
+    items = [
+        ItemScore(task, number, 0, right, right, (-1.0, -2.0), 0)
+        for task, scores in rights.items()
+        for number, right in enumerate(scores)
+    ]
+    run = ModelRun("m", "m", None, "embedded", None, EvaluationProtocol(("boolq", "piqa")), 0, "float32")
+    record = TrialRecord("k", "m", {}, "complete", metrics=summarize(items) | {"ppl": 3.0})
+    found = Evaluation(run, record, tuple(items), 128)
+    errors = [wilson_stderr(40), math.sqrt(0.75 * 0.25 / 39)]
+    assert found.tasks["stderr"].tolist() == pytest.approx(errors)
+    assert found.acc_mean_stderr == pytest.approx(math.hypot(*errors) / 2)
+    assert record.metrics["acc_boolq_stderr"] == 0  # what is recorded stays lm-eval's
+    rows = {line.split()[0]: line.split() for line in result_text(found, None).splitlines() if line}
+    assert (rows["boolq"][3], rows["mean"][2]) == (f"{errors[0]:.4f}", f"{math.hypot(*errors) / 2:.4f}")

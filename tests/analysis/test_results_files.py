@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.render.page import render
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import find
+from tune_prune.analysis.tables.trial_tables import counts
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 
@@ -127,6 +129,13 @@ def test_what_a_file_does_not_say(tmp_path: Path) -> None:
         (f"acc_mean,acc_mean\n{ROW}\n", "line 1 names the column 'acc_mean' twice"),
         (f"{HEADER}{ROW}\n{ROW},5\n", "line 3 has 7 columns and the first line 6"),
         (f"{HEADER}{ROW}\nx,'0.5\n", "line 3 has 2 columns"),
+        (
+            f"{SHORT},acc_mean\ntaylor,16,8,0,5\n",
+            "line 2 has 5 columns and the first line 4; correct it (a number has a decimal",
+        ),
+        ("method;seq_len;num_samples;ppl;acc_mean\ntaylor;16;8;9.5;0,61\n", "column acc_mean: '0,61' is not a number"),
+        ("method,seq_len,,acc_mean\ntaylor,16,8,.5\n", "line 1: column 3 has no name, and a value in line 2"),
+        ("method|seq_len|acc_mean\n", "its columns are 'method|seq_len|acc_mean'"),
         (f'{HEADER}{ROW}\n"x,0.5\n', "line 3 cannot be read as CSV"),
         (f"{HEADER}{ROW}\n\n{ROW.replace('0.5', 'good')}\n", "line 4, column acc_mean: 'good' is not a number"),
         (HEADER + ROW.replace("0.5", "59.8") + "\n", "line 2, column acc_mean: '59.8' is not from 0 to 1"),
@@ -154,6 +163,74 @@ def test_a_bad_file_is_named_with_line_and_column(tmp_path: Path, text: str | No
     assert expected in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+PLAIN = f"{SHORT},ppl,acc_mean\ntaylor,16,128,9.5,0.61\ntaylor,64,128,9.1,0.62\nblockwise,64,128,9.2,0.60\n"
+
+
+def with_row_numbers(text: str) -> str:
+    """As `DataFrame.to_csv` writes it."""
+    header, *rows = text.splitlines()
+    return "\n".join([f",{header}", *(f"{number},{row}" for number, row in enumerate(rows))])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        with_row_numbers(PLAIN),
+        PLAIN.replace("\n", ",\n"),  # a spreadsheet's empty column
+        PLAIN.replace(",", ";"),
+        PLAIN.replace(",", "\t"),
+        PLAIN.replace(",", ";").replace(".", ","),
+        with_row_numbers(PLAIN).replace(",", ";").replace(".", ","),
+        re.sub(r"(\d)\.(\d+)", r'"\1,\2"', PLAIN),
+        PLAIN.replace("ppl", "perplexity"),
+        "\ufeff" + PLAIN.replace("\n", "\r\n"),
+    ],
+    ids=["row numbers", "empty column", "semicolons", "tabs", "decimal commas", "all", "quotes", "perplexity", "BOM"],
+)  # fmt: skip
+def test_a_file_as_other_programs_write_it_is_read_as_the_plain_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plain.csv").write_text(PLAIN)
+    (tmp_path / "other.csv").write_text(text, encoding="utf-8", newline="")
+    plain, other = (read_results_csv(tmp_path / f"{name}.csv", "M") for name in ("plain", "other"))
+    pd.testing.assert_frame_equal(other.rows.drop(columns="where"), plain.rows.drop(columns="where"), check_exact=True)
+    assert [problem.what for problem in other.problems] == [problem.what for problem in plain.problems]
+
+
+def test_a_complete_row_without_accuracy_is_complete_and_not_eligible(tmp_path: Path) -> None:
+    """And where nothing says how a row ended, its missing accuracy does."""
+    header = f"{SHORT},acc_mean\n"
+    told = read_study(
+        [], [("M", csv(tmp_path, "complete,taylor,16,8,", "complete,taylor,32,8,.5", header=f"status,{header}"))]
+    )
+    assert list(told.models["M"].rows["success"]) == [True, True]
+    assert list(told.models["M"].states) == ["not_finite", "complete"]
+    assert counts(told.models["M"]) == "2 trials (1 complete, 1 not finite)"
+    assert "2 trials, 1 complete, 1 not finite ·" in render(find(told), [])
+    other = read_study([], [("M", csv(tmp_path, "taylor,16,8,", "taylor,32,8,.5", header=header))]).models["M"]
+    assert [one for one in said(other, "failed")] == [
+        f"line 2 of {tmp_path / 'r.csv'} | taylor-s16-n8: failed: it has no acc_mean"
+    ]
+
+
+def test_a_mean_that_is_not_that_of_its_tasks_is_said(tmp_path: Path) -> None:
+    tasks = ",".join(f"acc_{task}" for task in ZERO_SHOT_TASKS)
+    rows = [
+        "taylor,16,8,.9,.1,.2,.3,.4,.5,.6,.7",
+        "taylor,32,8,.4,.1,.2,.3,.4,.5,.6,.7",
+        "taylor,64,8,.4004,.1,.2,.3,.4,.5,.6,.7",
+    ]
+    header = f"{SHORT},acc_mean,{tasks}\n"
+    model = read_study([], [("M", csv(tmp_path, *rows, header=header))]).models["M"]
+    (note,) = (text for text in said(model, "note") if "the mean of" in text)
+    assert note.endswith(
+        "acc_mean of 1 of 3 rows is not the mean of their tasks (line 2: 0.9, and 0.4 by its tasks); it is taken as it is"
+    )
+    for extra, mean in (("acc_own", ".475"), ("acc_own", ".4"), ("more", ".4")):  # over all tasks or the seven
+        path = csv(tmp_path, f"taylor,16,8,{mean},.1,.2,.3,.4,.5,.6,.7,1.0", header=f"{header[:-1]},{extra}\n")
+        assert not any("the mean of" in text for text in said(read_study([], [("M", path)]).models["M"], "note"))
+    path = csv(tmp_path, "taylor,16,8,.9,.1", header=f"{SHORT},acc_mean,acc_boolq\n")  # one of its tasks
+    assert not any("the mean of" in text for text in said(read_study([], [("M", path)]).models["M"], "note"))
 
 
 def test_a_removal_divisor_that_few_rows_give_is_the_usual_one_in_the_others(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+from statsmodels.stats.proportion import proportion_confint
 
 from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
@@ -349,6 +350,9 @@ def test_numbers_in_words() -> None:
         "0 B", "131 kB", "12.8 GB", "99.9 MB", "100 MB",
     ]  # fmt: skip
     assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000"
+    low, high = proportion_confint(240, 240, method="wilson")
+    of_search = {"acc": 1.0, "acc_stderr": (high - low) / 2 / 1.959964}  # as the search's final table has it
+    assert accuracy(of_search, "acc") == f"1.0000 [{low:.4f}, 1.0000]".replace("0.", ".")
     assert accuracy({"acc": "nan"}, "acc") == "–"
     assert [format_perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
 

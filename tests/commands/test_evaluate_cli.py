@@ -23,6 +23,7 @@ from tune_prune.checkpoint.manifest import MANIFEST, read
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import parse_record
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.values.measures import wilson_stderr
 from tune_prune.opened import Model
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
@@ -66,12 +67,13 @@ def test_the_tables_say_what_the_record_holds(measured: tuple[str, dict[str, Any
     for task, metric in (("boolq", "acc"), ("piqa", "acc_norm")):
         cells = re.search(rf"^{task} +(.*)$", text, re.MULTILINE)
         assert cells, text
-        accuracy, stderr = (f"{metrics[f'acc_{task}{end}']:.4f}" for end in ("", "_stderr"))
+        accuracy = metrics[f"acc_{task}"]
+        stderr = wilson_stderr(20) if accuracy in (0, 1) else metrics[f"acc_{task}_stderr"]
         logprob, its_error = metrics[f"gold_logprob_{task}"], metrics[f"gold_logprob_{task}_stderr"]
         assert cells.group(1).split() == [
             metric,
-            accuracy,
-            stderr,
+            f"{accuracy:.4f}",
+            f"{stderr:.4f}",
             "0.5000",
             "20",
             f"{logprob:.3f}",

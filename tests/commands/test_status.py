@@ -19,7 +19,7 @@ from tests.findings import simulated_study
 from tests.trial_messages import stage_message
 from tests.trials import RUN
 from tune_prune import search
-from tune_prune.analysis.input.errors import with_wilson_errors
+from tune_prune.analysis.input.errors import certain_sizes, with_wilson_errors
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.cli import status
@@ -179,7 +179,7 @@ def test_a_task_that_is_all_right_has_the_error_of_the_final_table(tmp_path: Pat
     kept = next((folder / "trials").glob("*/items.parquet")).read_bytes()
     found = status.read(FolderStore(folder), NOW)
     measured = read_study([folder], []).models["alpha"]
-    rows = with_wilson_errors(measured).rows.set_index("name").loc["taylor-s16-n128"]
+    rows = with_wilson_errors(measured, certain_sizes(measured)).rows.set_index("name").loc["taylor-s16-n128"]
     plain = measured.rows.set_index("name").loc["taylor-s16-n128"]
     best = found["models"]["alpha"]["best"]
     assert best["acc_mean_stderr"] == rows["acc_mean_stderr"] > plain["acc_mean_stderr"]

@@ -55,6 +55,16 @@ def test_a_whole_space_is_tried_once_each():
     assert sorted(keys) == sorted(spec.key for spec in specs)
 
 
+def test_equal_accuracies_are_one_value_however_they_were_rounded():
+    """Both are 389 of 420 items; one is in the ledger already."""
+    specs = specs_of("m")
+    known = replace(record_of(specs[0], "complete"), metrics={"acc_mean": 0.9261904761904763})
+    searcher = OptunaSearcher(specs, num_trials=2, seed=0, known=[known])
+    spec = searcher.ask()
+    searcher.tell(spec, stage_message(spec.key, status="complete", metrics={"acc_mean": 0.9261904761904762}))
+    assert len({trial.value for trial in searcher._studies["m"]._study.trials}) == 1
+
+
 def test_the_same_seed_gives_the_same_trials_and_another_seed_others():
     first, again, other = (run_all(OptunaSearcher(specs_of("m"), num_trials=12, seed=seed)) for seed in (3, 3, 4))
     assert first == again

@@ -180,6 +180,13 @@ def test_asha_halves_at_a_quarter_of_the_items_and_its_doublings(slices, levels)
             assert rule.reasons["b"].startswith("stopped by the scheduler at acc_mean 0.4000 after ")
 
 
+def test_asha_stops_no_trial_for_how_its_sum_was_rounded():
+    """Both have 389 of 420 items."""
+    rule = AshaRule(specs_of("a", "b"))
+    for key, accuracy in (("a", 0.9261904761904763), ("b", 0.9261904761904762)):
+        assert not rule.stops(stage_message(key, part=Slice(0, 0.25, {}, {}), metrics={"acc_mean": accuracy}))
+
+
 @pytest.mark.parametrize("slices", [(1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (0.1, 0.3, 0.4, 0.6, 1.0)])
 def test_asha_decides_as_rays_does(slices):
     """Ray's scheduler is told the same: 30 trials of random accuracies, their slices in random order."""

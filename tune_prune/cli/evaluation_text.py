@@ -22,7 +22,7 @@ def checkpoint_line(manifest: Manifest) -> str:
 
 
 def stage_line(report: StageReport) -> str:
-    """A line for a stage that is done."""
+    """A line for a stage that is done. The error of an accuracy stands with the result (`result_text`)."""
     metrics, seconds = report.metrics, f"{report.duration_s:.1f} s"
     if report.stage == "kl":
         values = ", ".join(
@@ -32,9 +32,7 @@ def stage_line(report: StageReport) -> str:
     if report.stage == "perplexity":
         return f"perplexity   {_perplexity(metrics['ppl'])}  ({report.tokens:,} tokens, {seconds})"
     items = f"{report.items_scored:,} of {report.items_total:,} items"
-    error = metrics["acc_mean_stderr"]  # unknown while a task has one item
-    accuracy = f"{metrics['acc_mean']:.4f}{'' if math.isnan(error) else f' ± {error:.4f}'}"
-    return f"zero-shot    {accuracy}  ({items}; {report.tokens:,} tokens, {seconds})"
+    return f"zero-shot    {metrics['acc_mean']:.4f}  ({items}; {report.tokens:,} tokens, {seconds})"
 
 
 def _perplexity(value: float) -> str:

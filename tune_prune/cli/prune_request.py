@@ -7,7 +7,7 @@ measured. Without it, the same steps as in a trial find it again: calibration, s
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, number, parse_json
 from tune_prune.core.ledger import Ledger, read_about, read_baselines
-from tune_prune.core.records import stranger
+from tune_prune.core.records import TrialRecord, stranger
 from tune_prune.core.store import BASELINES, BEST_CONFIG, BEST_OF_MODEL, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE, unread
 from tune_prune.core.values.kinds import plain
+from tune_prune.core.values.measures import wilson_errors
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
 from tune_prune.planning import resolve
@@ -168,13 +169,31 @@ def _known(
     for file, one in ((ledger.path(trial.name), record), (experiment.path(BASELINES), baseline)):
         if one is not None and (other := stranger(one, about)):
             raise DamagedFile(file, other, "delete it, then search again")
+    errors = _errors(record, baseline, experiment.folder)
     found = {
         "fingerprint": identity.get("model"),
-        "metrics": None if record is None else record.metrics,
-        "baseline": None if baseline is None else baseline.metrics,
+        "metrics": None if record is None else record.metrics | errors(record.metrics),
+        "baseline": None if baseline is None else baseline.metrics | errors(baseline.metrics),
         "measured_on": _same_data(run, identity.get("data")),
     }
     return known | {name: value for name, value in found.items() if value is not None}
+
+
+def _errors(
+    record: TrialRecord | None, baseline: TrialRecord | None, folder: Location
+) -> Callable[[Mapping[str, Any]], dict[str, float]]:
+    """Of metrics the standard errors that Wilson's take the place of, as in the search's final table."""
+    from tune_prune.analysis.input.errors import certain_sizes
+    from tune_prune.analysis.input.rows import frame
+    from tune_prune.analysis.input.study import Model
+
+    sizes: Mapping[str, float] = {}
+    if record is not None:
+        try:
+            sizes = certain_sizes(Model("", frame([record], folder), baseline.metrics if baseline is not None else {}))
+        except UserError as error:
+            log.warning("%s; a task that is all right or all wrong has no standard error", error)
+    return lambda metrics: wilson_errors(metrics, sizes)
 
 
 def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:

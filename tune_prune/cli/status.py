@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from tune_prune.analysis.cost import between, duration, gpu_hours
-from tune_prune.analysis.input.errors import with_wilson_errors
+from tune_prune.analysis.input.errors import certain_sizes, rows_with_wilson_errors
 from tune_prune.analysis.input.rows import configuration_of, frame, plain_values, ranked
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.draws import configurations
@@ -213,14 +213,19 @@ def _best(
     found: dict[str, Any] = {}
     for group, label in group_labels(group for group, whole in zip(groups, complete, strict=True) if whole).items():
         model = Model(label, rows[[other == group for other in groups]].reset_index(drop=True))
+        eligible, _ = configurations(ranked(model.rows), model.rows)
         try:
-            model = with_wilson_errors(model)
+            eligible = rows_with_wilson_errors(eligible, certain_sizes(model))
         except UserError as error:
             damaged.append(str(error))
-        eligible, _ = configurations(ranked(model.rows), model.rows)
         scores = score(eligible, by)
         dense = baselines[group[0]].metrics.get("acc_mean") if group[0] in baselines else None
-        found[label] = {"complete": int(model.rows["success"].sum()), "best": None, "by": by, "dense_acc_mean": dense}
+        found[label] = {
+            "complete": int((model.states == "complete").sum()),
+            "best": None,
+            "by": by,
+            "dense_acc_mean": dense,
+        }
         if np.isfinite(scores).any():
             best = eligible.iloc[int(np.nanargmax(scores))]
             values = plain_values(best, "key", "draws", "acc_mean", "acc_mean_stderr", "ppl")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.values.measures import chance
+from tune_prune.core.values.measures import chance, wilson_errors
 from tune_prune.evaluation.item_scores import ItemScore, metric_of
 
 if TYPE_CHECKING:
@@ -36,8 +38,14 @@ class Evaluation:
 
     @property
     def acc_mean_stderr(self) -> float:
-        """Of `acc_mean`: sqrt(sum of the tasks' squared errors) / number of tasks; nan where a task has a single item."""
-        return self.record.metrics["acc_mean_stderr"]
+        """Of `acc_mean`: sqrt(sum of the tasks' squared errors) / number of tasks; nan where a task has a single item. A task of
+        which all items are right, or none, has the error of Wilson's interval; the record has 0 (docs/methods.md)."""
+        return self._errors["acc_mean_stderr"]
+
+    @cached_property
+    def _errors(self) -> dict[str, float]:
+        metrics, items = self.record.metrics, Counter(item.task for item in self.items)
+        return metrics | wilson_errors(metrics, items)
 
     @property
     def kl(self) -> dict[str, tuple[float, float]]:
@@ -64,7 +72,7 @@ class Evaluation:
             rows[task] = {
                 "metric": metric_of(task),
                 "accuracy": self.record.metrics[f"acc_{task}"],
-                "stderr": self.record.metrics[f"acc_{task}_stderr"],
+                "stderr": self._errors[f"acc_{task}_stderr"],
                 "chance": math.fsum(chance(len(item.loglikelihoods), item.gold) for item in own) / len(own),
                 "items": len(own),
                 "gold_logprob": self.record.metrics.get(f"gold_logprob_{task}", math.nan),

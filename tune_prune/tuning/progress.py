@@ -13,8 +13,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
 
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.records import TrialRecord, failure_counts
 from tune_prune.core.terminal.escapes import printable
+from tune_prune.core.values.measures import comparable
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -137,9 +139,9 @@ class LiveLine(Observer):
         self._tty = self._stream.isatty()
         self._groups = labels_of_groups(specs.values())
         self._several = len(set(self._groups.values())) > 1
-        # By group's label and configuration, without its seed, the accuracy of each draw; NaN of one that was stopped: those that
-        # went on are the lucky ones.
-        self._accuracies: dict[str, dict[str, list[float]]] = {}
+        # By group's label and configuration, without its seed, accuracy and perplexity of each draw; NaN of one that was stopped:
+        # those that went on are the lucky ones.
+        self._draws: dict[str, dict[PruningConfig, list[tuple[float, float]]]] = {}
         self._warned: set[str] = set()
         self._since: dict[Work, float] = {}  # of what runs: when it began, or its last stage was done
         self._late: set[Work] = set()
@@ -276,19 +278,24 @@ class LiveLine(Observer):
             self._failures.append(failure)
         accuracy = metrics.get("acc_mean", math.nan) if status == "complete" else math.nan
         if status == "stopped_early" or math.isfinite(accuracy):
-            name = replace(self._specs[key].config, seed=None).name
-            self._accuracies.setdefault(self._groups[key], {}).setdefault(name, []).append(accuracy)
+            config, ppl = replace(self._specs[key].config, seed=None), metrics.get("ppl", math.nan)
+            known = (accuracy, math.inf if math.isnan(ppl) else ppl)
+            self._draws.setdefault(self._groups[key], {}).setdefault(config, []).append(known)
 
     def _best(self) -> str:
-        """The most accurate configuration of each group, by the mean of its draws."""
+        """The most accurate configuration of each group, by the mean of its draws; of equal ones, by rule "accuracy", that of
+        lower perplexity, fewer calibration tokens, the name."""
         best = []
-        for label, accuracies in self._accuracies.items():
-            means = {
-                name: mean for name, draws in accuracies.items() if not math.isnan(mean := statistics.fmean(draws))
-            }
-            if means:
-                name = max(means, key=means.__getitem__)
-                accuracy = f"best acc {means[name]:.4f}".replace(" 0.", " .")
+        for label, configs in self._draws.items():
+            ranked = []
+            for config, draws in configs.items():
+                accuracies, ppls = zip(*draws, strict=True)
+                if not math.isnan(mean := statistics.fmean(accuracies)):
+                    tokens = config.seq_len * config.num_samples * config.steps
+                    ranked.append((-comparable(mean), statistics.geometric_mean(ppls), tokens, config.name))
+            if ranked:
+                loss, *_, name = min(ranked)
+                accuracy = f"best acc {-loss:.4f}".replace(" 0.", " .")
                 best.append(f"{accuracy} {label + ' ' if self._several else ''}{name}")
         return "; ".join(best)
 

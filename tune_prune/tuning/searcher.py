@@ -21,7 +21,7 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.measures import measured
+from tune_prune.core.values.measures import comparable, measured
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
@@ -150,8 +150,13 @@ class _Study:
 
     def _value(self, message: TrialMessage | None) -> float | None:
         """What Optuna maximises, of what is known of a trial; None where that is not there, or not finite."""
-        value = math.nan if message is None else measured(message.progress.metrics, self._objective)
+        value = math.nan if message is None else self._measured(message.progress.metrics)
         return None if math.isnan(value) else value
+
+    def _measured(self, metrics: Mapping[str, float]) -> float:
+        """NaN where it is not known."""
+        value = measured(metrics, self._objective)
+        return comparable(value) if self._objective == "accuracy" else value
 
     def _distributions(self) -> dict[str, BaseDistribution]:
         """Numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing; methods and shapes have no order."""
@@ -172,7 +177,7 @@ class _Study:
         }
 
     def _finished_trial(self, config: PruningConfig, record: TrialRecord) -> optuna.trial.FrozenTrial:
-        value = measured(record.metrics, self._objective)
+        value = self._measured(record.metrics)
         steps = [stage["items_scored"] for stage in record.stages if stage.get("items_scored")]
         complete = record.status == "complete" and math.isfinite(value)
         stopped = record.status == "stopped_early"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.errors import wilson_stderr
 from tune_prune.analysis.input.rows import (
     ACCURACIES,
     CALIBRATION,
@@ -23,12 +25,13 @@ from tune_prune.analysis.input.rows import (
     from_cell,
     typed,
 )
-from tune_prune.analysis.input.study import Model, Problem
+from tune_prune.analysis.input.study import Model, Problem, tasks_of
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import is_too_long, utf8_text
 from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_file
 from tune_prune.core.values.hyperparameters import OLDER_NAMES
+from tune_prune.core.values.measures import wilson_stderr
 
 _LARGEST_WHOLE = 2**53  # beyond it a float is not one whole number
 _LARGEST = 1e100  # beyond it figures have no ticks
@@ -38,6 +41,10 @@ _SUCCESS = (
 )
 _OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_ratio")  # known otherwise, too
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
+_NAMES = OLDER_NAMES | {"perplexity": "ppl"}
+_SEPARATORS = (",", ";", "\t")
+_DECIMAL_POINT, _DECIMAL_COMMA = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?", re.I), re.compile(r"-?\d+,\d+(e[+-]?\d+)?", re.I)
+_MEAN_ROUNDED = 1.5e-3  # what accuracies of three digits leave open of their mean, at most
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
 
 
@@ -62,9 +69,10 @@ def read_results_csv(path: Location, model: str | None) -> Model:
         problems.append(Problem(str(path), what, "note"))
 
     if "acc_mean" not in cells:
-        if missing := [name for name in ("output_dir", *ACCURACIES[1:]) if name not in cells]:
+        if missing := [name for name in ACCURACIES[1:] if name not in cells]:
             raise UserError(
-                f"{path} has no column acc_mean, nor all that it is computed from ({', '.join(missing)}); name an {RESULTS}"
+                f"{path} has no column acc_mean, nor all that it is the mean of (no {', '.join(missing)}); its columns are "
+                f"{', '.join(map(repr, cells))}: name one of them acc_mean, or name an {RESULTS}"
             )
         note("it has no column acc_mean: the mean of its seven tasks is used")
     if "method" not in cells:
@@ -81,7 +89,12 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     rows = pd.DataFrame({name: _values(path, cells[name]) for name in cells})
     if "acc_mean" not in rows:
         rows["acc_mean"] = rows[list(ACCURACIES[1:])].mean(axis=1, skipna=False)
-    rows["success"] = rows["success"].where(rows["success"].notna(), rows["acc_mean"].notna())
+    else:
+        _check_means(rows, note)
+    ended = rows["status"] == "complete" if "status" in rows else rows["acc_mean"].notna()
+    if "reason" not in rows:
+        rows["reason"] = np.where(rows["success"].isna() & ~ended, "it has no acc_mean", None)
+    rows["success"] = rows["success"].where(rows["success"].notna(), ended)
     _name_model(path, rows, model)
     if assumed := _name_methods(path, rows):
         note(f"{assumed} rows name no method, only its hyperparameters: taylor is assumed")
@@ -124,12 +137,19 @@ def _trial_folder(folder: Location, name: object) -> object:
 
 
 def _cells(path: Location) -> pd.DataFrame:
-    """The text of every cell, without blanks around it; the index says in which line of the file each row begins."""
+    """The text of every cell, without blanks around it; the index says in which line of the file each row begins.
+
+    Columns are separated by what separates the names in the first line: commas, semicolons or tabs. Decimal commas are points where
+    no number has a point. A column without a name is left out where it is the first, as that of row numbers which pandas writes,
+    or empty.
+    """
     records, line = {}, 1
     try:
         with open_file(path) as file:
             text = utf8_text(file.read(), path, newline="")
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        separator = max(_SEPARATORS, key=text.partition("
+")[0].count)
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
         for record in reader:
             records[line] = [from_cell(cell.strip()) for cell in record]
             line = reader.line_num + 1
@@ -140,16 +160,42 @@ def _cells(path: Location) -> pd.DataFrame:
     header = records.pop(1, [])
     if not any(header):
         raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
-    header = [OLDER_NAMES[name] if OLDER_NAMES.get(name, name) not in header else name for name in header]
-    if twice := [name for name in header if header.count(name) > 1]:
+    header = [_NAMES[name] if _NAMES.get(name, name) not in header else name for name in header]
+    if twice := [name for name in header if name and header.count(name) > 1]:
         raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
     records = {line: cells for line, cells in records.items() if any(cells)}
     for line, cells in records.items():
         if len(cells) != len(header):
             raise UserError(
-                f"{path}, line {line} has {len(cells)} columns and the first line {len(header)}; correct it"
+                f"{path}, line {line} has {len(cells)} columns and the first line {len(header)}; correct it (a number has a "
+                "decimal point; a text with a comma stands in quotes)"
             )
-    return pd.DataFrame.from_dict(records, orient="index", columns=header, dtype="object")
+    for place in [place for place, name in enumerate(header) if not name][::-1]:
+        if place and (full := [line for line, cells in records.items() if cells[place]]):
+            raise UserError(f"{path}, line 1: column {place + 1} has no name, and a value in line {full[0]}; name it")
+        del header[place]
+        for cells in records.values():
+            del cells[place]
+    cells = pd.DataFrame.from_dict(records, orient="index", columns=header, dtype="object")
+    if cells.map(_DECIMAL_POINT.fullmatch).notna().to_numpy().any():
+        return cells
+    return cells.map(lambda cell: cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell)
+
+
+def _check_means(rows: pd.DataFrame, note: Callable[[str], None]) -> None:
+    """Note where acc_mean is the mean neither of all tasks of a row nor of the seven; of some of these nothing can be said."""
+    tasks = [f"acc_{task}" for task in tasks_of(rows) if rows[f"acc_{task}"].notna().any()]
+    seven = [name for name in tasks if name in ACCURACIES]
+    if 0 < len(seven) < len(ZERO_SHOT_TASKS):
+        return
+    means = [rows[names].mean(axis=1) for names in (tasks, seven)]
+    apart = pd.concat([(rows["acc_mean"] - mean).abs() for mean in means], axis=1).min(axis=1) > _MEAN_ROUNDED
+    if apart.any():
+        line = apart.idxmax()
+        values = f"line {line}: {rows.loc[line, 'acc_mean']:g}, and {means[0][line]:.4g} by its tasks"
+        note(
+            f"acc_mean of {apart.sum()} of {len(rows)} rows is not the mean of their tasks ({values}); it is taken as it is"
+        )
 
 
 def _wrong(path: Location, line: object, column: str, what: str) -> UserError:

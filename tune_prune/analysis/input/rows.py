@@ -16,6 +16,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS, Location
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, TRAINING_STEP_TOKENS, renamed
 from tune_prune.core.values.kinds import Whole
+from tune_prune.core.values.measures import ACCURACY_DIGITS
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
@@ -135,8 +136,14 @@ def calibration_tokens(rows: pd.DataFrame) -> pd.Series:
 
 
 def best_first(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows by selection rule "accuracy" (`ranked`)."""
+    """The rows by selection rule "accuracy" (`ranked`), equal accuracies as one number (`equal_as_one`)."""
+    rows = rows.assign(acc_mean=equal_as_one(rows["acc_mean"]))
     return rows.sort_values(["acc_mean", "ppl", "tokens", "name"], ascending=[False, True, True, True])
+
+
+def equal_as_one(accuracies: pd.Series) -> pd.Series:
+    """The same with one number, the highest, for those that are equal and were only rounded otherwise (`measures.comparable`)."""
+    return accuracies.groupby(accuracies.round(ACCURACY_DIGITS)).transform("max")
 
 
 def config_of(row: Mapping[str, Any]) -> PruningConfig:

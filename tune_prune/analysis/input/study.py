@@ -64,6 +64,11 @@ class Model:
         return [name for name in names if known[f"acc_{name}"] or f"acc_{name}" in self.baseline] or names
 
     @property
+    def states(self) -> pd.Series:
+        """How each row ended: its status, or "not_finite" of one that is complete without a finite accuracy."""
+        return self.rows["status"].mask(self.rows["success"] & ~np.isfinite(self.rows["acc_mean"]), "not_finite")
+
+    @property
     def compared_speeds(self) -> Mapping[str, SpeedRecord]:
         """By the trial's key those of its rows that were measured under the conditions of the newest."""
         keys = set(self.rows["key"])

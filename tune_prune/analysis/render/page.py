@@ -42,7 +42,7 @@ def render(findings: Findings, figures: Sequence[Path]) -> str:
     """The page's HTML, with those of `figures` that are PNGs."""
     style, script = ((templating.TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     models = findings.study.models.values()
-    statuses = pd.concat([model.rows["status"] for model in models])
+    statuses = pd.concat([model.states for model in models])
     counts = {word: (statuses == status).sum() for status, word in trial_tables.STATUS_WORDS.items()}
     # The statistically tied stand on the cards by themselves; what holds for every one of several models stands there once.
     warnings = {

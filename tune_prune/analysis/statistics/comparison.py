@@ -23,11 +23,10 @@ import pandas as pd
 
 from tune_prune.analysis.input.items import check_items
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.statistics.differences import Items
+from tune_prune.analysis.statistics.differences import Items, few_items_variance
 from tune_prune.analysis.statistics.draws import DrawVariance
 
 DRAWS = 4000  # of the bootstrap
-_FEW_ITEMS = 5  # of a task: with so few all differences are often equal, and their variance, of 0, says nothing
 _CHUNK = 2_000_000  # item draws, and errors of them, computed at a time
 _ROWS = 512  # of a covariance matrix that are held at a time
 _LEADERS = (8, 64)  # of a draw: its largest errors, which are looked at first
@@ -119,9 +118,10 @@ class Comparison:
     variances: np.ndarray  # [K] of the acc_mean; NaN where unknown
     errors: np.ndarray  # [draws, K] of the acc_mean: what other items, and other calibration samples, would add
     outcomes: PairedScores | None  # of the rows that have the same items
-    draw_variances: (
-        np.ndarray
-    )  # [K] the part of `variances` that draws of calibration samples make; 0 where it is unknown
+    # [K] the part of `variances` that draws of calibration samples make; 0 where it is unknown
+    draw_variances: np.ndarray
+    accuracies: np.ndarray  # [K] acc_mean
+    few: np.ndarray  # [K] what tasks of few items add to the variance of a difference (`compare`)
 
     @property
     def in_confidence_set(self) -> np.ndarray:
@@ -138,8 +138,12 @@ class Comparison:
         return _covariance(self.variances, self.outcomes, rows)
 
     def stderr(self, rows: Rows = slice(None)) -> np.ndarray:
-        """[rows, K] of the difference of two acc_mean; NaN where unknown."""
-        return _stderr(self.variances, self.outcomes, rows)
+        """[rows, K] of the difference of two acc_mean, as `p_value` goes by it; 0 where both answered alike, NaN where unknown."""
+        found = _stderr(self.variances, self.outcomes, rows)
+        if self.few.any():
+            alike = (found == 0) & (np.abs(self.accuracies[rows][:, None] - self.accuracies) <= _ROUNDING)
+            found = np.where(alike, 0.0, np.sqrt(np.square(found) + self.few[rows][:, None] + self.few))
+        return found
 
     def variances_of(self, weights: list[np.ndarray]) -> list[float]:
         """Of each weighted sum of the acc_mean; `weights`: [K] each."""
@@ -222,14 +226,13 @@ def compare(
             own = generator.standard_normal((part.stop - part.start, len(variances)))
             errors[part] += spreads[part, None] * own * np.sqrt(shares)
     p_value, tested, of_tested = np.full(len(variances), np.nan), errors, variances
-    few = sum(0.25 / n for n in map(len, outcomes.by_task.values()) if n <= _FEW_ITEMS) if outcomes is not None else 0.0
-    if outcomes is not None and few:  # for these tests alone: a difference on its own has the error that its items show
-        few /= len(outcomes.by_task) ** 2
-        tested, of_tested = errors.copy(), variances.copy()
-        of_tested[outcomes.rows] += few
+    few = np.zeros(len(variances))
+    if outcomes is not None and (added := few_items_variance(map(len, outcomes.by_task.values()))):
+        few[outcomes.rows] = added  # for differences alone: an accuracy on its own has the error that its items show
+        tested, of_tested = errors.copy(), variances + few
         for part in _parts(draws, len(variances)):
             own = generator.standard_normal((part.stop - part.start, len(outcomes.rows)))
-            tested[part][:, outcomes.rows] += math.sqrt(few) * own
+            tested[part][:, outcomes.rows] += math.sqrt(added) * own
     p_value[finite] = _p_values(
         accuracies[finite],
         tested if len(finite) == len(variances) else tested[:, finite],
@@ -237,7 +240,7 @@ def compare(
     )
     all_paired = outcomes is not None and len(outcomes.rows) == len(variances)
     basis = "paired" if all_paired else "unpaired" if len(finite) else "unknown"
-    return Comparison(basis, p_value, variances, errors, outcomes, draw_variances)
+    return Comparison(basis, p_value, variances, errors, outcomes, draw_variances, accuracies, few)
 
 
 def _parts(draws: int, *sizes: int) -> Iterator[slice]:

@@ -16,8 +16,17 @@ from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs, kl_bl
 from tune_prune.analysis.input.rows import config_of, configuration_of, plain_value, plain_values
 from tune_prune.analysis.statistics.draws import DrawVariance
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.values.measures import comparable
 
 Items = Callable[[str], "pd.Series | None"]  # `read_items`, or an ItemReader
+FEW_ITEMS = 5  # of a task: with so few all differences are often equal, and their variance, of 0, says nothing
+
+
+def few_items_variance(counts: Iterable[int]) -> float:
+    """What tasks of FEW_ITEMS or fewer, of tasks with so many items, add to the variance of acc_mean: the greatest that a mean of
+    so many scores can have."""
+    counts = list(counts)
+    return sum(0.25 / n for n in counts if n <= FEW_ITEMS) / len(counts) ** 2
 
 
 def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:
@@ -138,7 +147,9 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any], items: Items
     if first_items is not None and second_items is not None:
         paired = paired_difference(first_items, second_items)
         if paired is not None and math.isfinite(paired[1]):
-            return Difference(100 * paired[0], 100 * math.hypot(paired[1], of_draws), "paired")
+            alike = (first_items == second_items).all()
+            few = 0.0 if alike else few_items_variance(first_items.groupby(level="task").size())
+            return Difference(100 * paired[0], 100 * math.hypot(paired[1], of_draws, math.sqrt(2 * few)), "paired")
     stderr = math.hypot(first["acc_mean_stderr"], second["acc_mean_stderr"])
     basis = "unpaired" if math.isfinite(stderr) else "unknown"
     return Difference(100 * (first["acc_mean"] - second["acc_mean"]), 100 * stderr, basis)
@@ -198,7 +209,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         found = [of_model[config] for of_model in rows.values()]
         ppl = sum(math.inf if pd.isna(row["ppl"]) else row["ppl"] for row in found)
         tokens = config.seq_len * config.num_samples
-        return -math.fsum(row["acc_mean"] for row in found), ppl, tokens, config.name
+        return -comparable(math.fsum(row["acc_mean"] for row in found)), ppl, tokens, config.name
 
     config = min(shared, key=rank)
     models = {label: loss(label, config, of_model.iloc[0], label) for label, of_model in eligible.items()}

@@ -221,7 +221,9 @@ def interaction(by_task: Mapping[str, np.ndarray]) -> dict[str, float]:
 def pooled(parts: Sequence[tuple[np.ndarray, float]]) -> DrawVariance:
     """Of configurations with several draws each: what they scored [draws], and the interaction of one of them."""
     freedoms = np.array([len(scores) - 1 for scores, _ in parts])
-    squares = np.array([scores.var(ddof=1) for scores, _ in parts])
+    squares = np.array(
+        [scores.var(ddof=1) if np.ptp(scores) else 0.0 for scores, _ in parts]
+    )  # equal ones: no rounding
     interactions = np.array([own for _, own in parts])
     return DrawVariance(
         float(np.average(squares, weights=freedoms)),

@@ -16,6 +16,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.measures import GOLD, TEXTS, SliceMeans
 from tune_prune.analysis.statistics.draws import SEED
+from tune_prune.core.values.measures import ACCURACY_DIGITS
 
 FEWEST = 5  # trials: fewer have no ranking to speak of
 _ROWS = 512  # of the pairs of all trials that are compared at a time
@@ -78,7 +79,7 @@ def fidelities(trials: pd.DataFrame, slices: Callable[[str], SliceMeans | None])
         )
         found.append(rung(GOLD, golds, share * stages["zero_shot"], share))
         if number + 1 < len(first):  # the last is the final accuracy itself
-            found.append(rung("acc_mean", right, share * stages["zero_shot"], share))
+            found.append(rung("acc_mean", right.round(ACCURACY_DIGITS), share * stages["zero_shot"], share))
     return tuple(one for one in found if one is not None)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.errors import with_wilson_errors
+from tune_prune.analysis.input.errors import certain_sizes, rows_with_wilson_errors, with_wilson_errors
 from tune_prune.analysis.input.items import ItemReader
 from tune_prune.analysis.input.measures import with_gold_logprobs
 from tune_prune.analysis.input.message import Message
@@ -32,6 +32,7 @@ from tune_prune.analysis.statistics.model_findings import ModelFindings
 from tune_prune.analysis.statistics.rules import NEEDS, RULES, WITHIN, none_within
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
+from tune_prune.core.values.measures import comparable
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
 
@@ -131,14 +132,17 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
     items = DrawItems(ItemReader())
     models: dict[str, ModelFindings] = {}
     for label, read in study.models.items():  # of a model trained ones come after the others
-        model = with_gold_logprobs(with_wilson_errors(read))
+        plain, sizes = with_gold_logprobs(read), certain_sizes(read)
+        model = with_wilson_errors(plain, sizes)
         trials = ranked(model.rows)
-        eligible, several = draws.configurations(trials, model.rows, model.seedless)
+        eligible, several = draws.configurations(ranked(plain.rows), plain.rows, model.seedless)
         if eligible.empty:
             continue
         interactions = draws.interactions(several, items)
         variances = draws.draw_variances(several, interactions)
-        eligible, between = draws.item_errors(eligible, interactions), variances.get("acc_mean")
+        # A draw with an accuracy of 1 is certain of nothing, but its mean with others has an error of its own
+        eligible = rows_with_wilson_errors(draws.item_errors(eligible, interactions), sizes)
+        between = variances.get("acc_mean")
         scores, message = paired_scores(eligible, items)
         accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
         generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
@@ -166,7 +170,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
     findings = Findings(study, rule, within, models, without, items)
     for label, members in findings.series.items():
         if rule == "smallest" and label not in findings.smallest:
-            nearest = max(members, key=lambda found: found.best["acc_mean"])
+            nearest = max(members, key=lambda found: comparable(found.best["acc_mean"]))
             what = f"{nearest.best['name']} with {100 * nearest.model.ratio:g}% removed"
             raise UserError(none_within(label, within, what, nearest.against_dense))
     return findings

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.statistics.differences import Difference
-from tune_prune.core.values.measures import MEASURES
+from tune_prune.core.values.measures import ACCURACY_DIGITS, MEASURES
 
 WITHIN = 2.0  # points below the dense model's accuracy that rule "smallest" allows if it is not told otherwise
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
@@ -72,7 +72,7 @@ def one_standard_error(rows: pd.DataFrame) -> list[str]:
 def cheapest_within(within: np.ndarray, accuracies: np.ndarray, cost: np.ndarray) -> int:
     """The position, among those `within`, of the lowest cost, then of the highest accuracy, then the first."""
     positions = np.flatnonzero(within)
-    return int(positions[np.lexsort((-accuracies[positions], cost[positions]))[0]])
+    return int(positions[np.lexsort((-accuracies[positions].round(ACCURACY_DIGITS), cost[positions]))[0]])
 
 
 def cost_order(rows: pd.DataFrame) -> np.ndarray:

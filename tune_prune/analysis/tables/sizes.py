@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.errors import wilson_stderr
 from tune_prune.analysis.input.rows import plain_values
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.configurations import (
@@ -23,6 +22,7 @@ from tune_prune.analysis.tables.configurations import (
     limits,
 )
 from tune_prune.analysis.tables.table import Column, Table
+from tune_prune.core.values.measures import wilson_stderr
 
 _VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
 _KEPT = Column("kept", "Parameters kept", "percent")

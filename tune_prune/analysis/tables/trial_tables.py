@@ -34,7 +34,12 @@ from tune_prune.analysis.tables.configurations import (
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.records import in_order
 
-STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
+STATUS_WORDS = {
+    "complete": "complete",
+    "not_finite": "not finite",
+    "stopped_early": "stopped early",
+    "failed": "failed",
+}
 _ALL = "All models"
 _GAP = "to the most accurate, in percentage points"
 _P_VALUE = "chance of such a gap if this were the best, corrected for all configurations"
@@ -51,7 +56,7 @@ _DISTRIBUTION = ("max", "min", "median", "mean", "std")
 
 def counts(model: Model) -> str:
     """How many trials it has and how they ended: 5 trials (4 complete, 1 failed)."""
-    status = model.rows["status"].value_counts()
+    status = model.states.value_counts()
     states = ", ".join(f"{status[name]} {words}" for name, words in STATUS_WORDS.items() if name in status)
     return f"{len(model.rows)} trial{'' if len(model.rows) == 1 else 's'} ({states or 'none complete'})"
 

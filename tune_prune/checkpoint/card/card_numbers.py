@@ -11,6 +11,7 @@ from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import number
 from tune_prune.core.terminal.escapes import markdown, markdown_code
+from tune_prune.core.values.measures import wilson_interval, wilson_items
 from tune_prune.models.gguf.files import GgufOrigin
 
 UNKNOWN = "–"
@@ -28,11 +29,17 @@ def fraction(value: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any], name: str) -> str:
-    """`.5980 ± .0041`; without its standard error where that is not known or, of 0 and 1, no estimate; a dash where nothing is."""
+    """`.5980 ± .0041`, or of 0 and 1 with Wilson's 95% interval, `1.0000 [.9842, 1.0000]`; alone where its standard error is not
+    known or, of 0 and 1, is 0, which is no estimate; a dash where nothing is."""
     value, stderr = metric(metrics, name), metric(metrics, f"{name}_stderr")
     if value is None:
         return UNKNOWN
-    return fraction(value) if stderr is None or value in (0, 1) else f"{fraction(value)} ± {fraction(stderr)}"
+    if stderr is None or (value in (0, 1) and stderr == 0):
+        return fraction(value)
+    if value in (0, 1):
+        low, high = wilson_interval(value, wilson_items(stderr))
+        return f"{fraction(value)} [{fraction(low)}, {fraction(high)}]"
+    return f"{fraction(value)} ± {fraction(stderr)}"
 
 
 def format_perplexity(value: float | None) -> str:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from statistics import median
 
+from tune_prune.core.values.measures import comparable
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, groups_of_draws
@@ -43,7 +44,7 @@ class AshaRule(StoppingRule):
         others = self._reached[self._groups[key], level]
         if key in others:
             return False  # its second attempt, or a slice between two levels
-        weak = bool(others) and accuracy < median(others.values())
+        weak = bool(others) and comparable(accuracy) < comparable(median(others.values()))
         others[key] = accuracy
         if weak:
             self.reasons[key] = (

@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import CALIBRATION
+from tune_prune.analysis.input.rows import CALIBRATION, equal_as_one
 from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, levels_of, varied
+from tune_prune.core.values.measures import ACCURACY_DIGITS
 
 # What accuracy is correlated with
 _COLUMNS = (
@@ -72,6 +73,7 @@ def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
     groups = ordered.groupby("method")
     moments = {"mean": pd.Series.mean, "std": pd.Series.std, "std_n": partial(pd.Series.std, ddof=0)}
     table = groups["acc_mean"].agg(n="count", **moments, min="min", median="median", max="max")
+    table["mean"] = equal_as_one(table["mean"])
     return table.assign(best=groups["name"].first()).sort_values("mean", ascending=False, kind="stable")
 
 
@@ -104,7 +106,7 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
     means, covariance, p = _level_means(eligible, factor, levels)
     variance = np.diag(covariance)
     stderr = np.sqrt(np.maximum(variance[:, None] + variance[None, :] - 2 * covariance, 0))
-    highest, lowest = int(np.argmax(means)), int(np.argmin(means))
+    highest, lowest = int(np.argmax(means.round(ACCURACY_DIGITS))), int(np.argmin(means.round(ACCURACY_DIGITS)))
     acc, spearman, spearman_p = eligible["acc_mean"], math.nan, math.nan
     if acc.nunique() > 1 and len(acc) > 2:
         spearman, spearman_p = map(float, spearmanr(eligible[factor].to_numpy("float64"), acc.to_numpy("float64")))

@@ -8,8 +8,10 @@ import math
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.rows import equal_as_one
 from tune_prune.analysis.statistics.comparison import Comparison
 from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading, varied
+from tune_prune.core.values.measures import comparable
 
 COLUMNS = ("n", "points", "stderr_points", "p_value")
 _ROUNDING = 1e-6  # points
@@ -35,7 +37,9 @@ def method_pairs(
     accuracy = eligible["acc_mean"].to_numpy(np.float64)
     own = np.sqrt(comparison.variances - comparison.draw_variances)
     reads = {factor: methods_reading(trials, factor) for factor in varied(trials) if factor != "method"}
-    order = eligible.groupby("method")["acc_mean"].mean().sort_values(ascending=False, kind="stable").index
+    order = (
+        equal_as_one(eligible.groupby("method")["acc_mean"].mean()).sort_values(ascending=False, kind="stable").index
+    )
     rows = eligible.reset_index(drop=True)
     found, matches, weights = [], [], []
     for names in itertools.combinations(order, 2):
@@ -66,7 +70,7 @@ def method_pairs(
         # One configuration may stand in several pairs: what counts are those of a side, of the side with the larger spread
         means = [gaps.groupby(side).mean() for side in (first, second)]
         spreads = [(float(m.var()) / len(m), len(m) - 1) for m in means if len(m) > 1]
-        if gaps.mean() < 0:
+        if comparable(gaps.mean()) < 0:
             pair |= {"first": pair["second"], "second": pair["first"]}
         pair["points"] = 100 * abs(gaps.mean())
         if not spreads:  # what another setting would change is not known
