@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 import os
 import re
@@ -147,8 +146,7 @@ def _cells(path: Location) -> pd.DataFrame:
     try:
         with open_file(path) as file:
             text = utf8_text(file.read(), path, newline="")
-        separator = max(_SEPARATORS, key=text.partition("
-")[0].count)
+        separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
         reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
         for record in reader:
             records[line] = [from_cell(cell.strip()) for cell in record]
