@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands.test_prune_cli import load, read
 from tests.search_folders import model_folder
-from tune_prune import embedded, prune
+from tune_prune import embedded, prune, speed
 from tune_prune.checkpoint.manifest import MANIFEST
 
+FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
 FLAGS = ("--method", "taylor", "--seq-len", "16", "--num-samples", "8")
 
 
@@ -152,7 +154,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     ),
     "model": (["--model", "tiny-lama", *FLAGS], ["'tiny-lama'", "did you mean 'tiny-llama'"]),
     "ratio": (["--model", "tiny-llama", *FLAGS, "--pruning-ratio", "0.9"], ["0.9", "can be removed"]),
-    "align": (["--model", "tiny-llama", *FLAGS, "--align", "16"], ["--align 16", "--shape aligned"]),
+    "align": (["--model", "tiny-llama", *FLAGS, "--shape", "free", "--align", "16"], ["--align 16", "--shape aligned"]),
     "no JSON": (["--config", __file__], ["is no JSON file; name the global_best_config.json"]),
     "format": (["--model", "tiny-llama", *FLAGS, "--format", "onnx"], ["--format", "'onnx'", "gguf"]),
     "long": (
@@ -190,3 +192,19 @@ def test_a_file_that_is_no_result_of_a_search(
     path = tmp_path / "global_best_config.json"
     path.write_text(text, encoding="utf-8")
     assert word in sentence("--config", path, "--output", tmp_path / "out")
+
+
+def test_a_dense_model_that_has_moved_is_asked_for(refused: Callable[..., str], tmp_path: Path) -> None:
+    """By both commands that take a search's model up again."""
+    experiment = Path(shutil.copytree(FIRST_HOUSE / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
+    for name in ("experiment.json", "global_best_config.json"):
+        text = (experiment / name).read_text()
+        (experiment / name).write_text(text.replace('"model": "tiny-llama"', f'"model": "{tmp_path / "gone"}"'))
+    for main, more in ((prune.main, ("--output", tmp_path / "out")), (speed.main, ())):
+        assert (
+            f"tiny-llama, the model that was searched, is not where it was (model folder {tmp_path / 'gone'} does not "
+            "exist); name where it is now with --base"
+        ) in refused(main, "--config", experiment, *more)
+        assert "model folder nowhere/at/all does not exist" in refused(
+            main, "--config", experiment, "--base", "nowhere/at/all", *more
+        )

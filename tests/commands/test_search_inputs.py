@@ -140,7 +140,12 @@ BROKEN_DATA: dict[str, tuple[str, bytes | None, list[str]]] = {
     "bad definition": ("tasks/piqa/task.yaml", b"a: [", ["piqa/task.yaml is not valid YAML"]),
     "perplexity text missing": (TEXT_FILE, None, ["perplexity text", "is missing"]),
     "perplexity text empty": (TEXT_FILE, b" \n", ["perplexity text", "is empty"]),
-    "perplexity text binary": (TEXT_FILE, b"\xff\xfe", ["perplexity text", "not UTF-8 (byte 0)"]),
+    "perplexity text binary": (TEXT_FILE, b"\xff\xfe", ["perplexity text", "not UTF-8 text (byte 0)"]),
+    "a late byte": (
+        TEXT_FILE,
+        b"\xef\xbb\xbf" + b"a b\n" * 5000 + b"\xe9",
+        ["perplexity text", "not UTF-8 text (byte 20,003)"],
+    ),
 }
 
 

@@ -356,7 +356,9 @@ STATED: dict[str, tuple[int, int, tuple[Any, ...]]] = {  # tensors, settings, an
 
 def test_a_pointer_in_the_place_of_a_file_is_called_that(tmp_path: Path):
     (tmp_path / "model.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1117320768\n")
-    with pytest.raises(UserError, match=r"model\.gguf is a pointer of Git LFS in the place of the file; run `git lfs pull`"):
+    with pytest.raises(
+        UserError, match=r"model\.gguf is a pointer of Git LFS in the place of the file; run `git lfs pull`"
+    ):
         load(tmp_path / "model.gguf")
 
 

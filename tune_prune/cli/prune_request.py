@@ -25,7 +25,6 @@ from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE, unre
 from tune_prune.core.values.kinds import plain
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
-from tune_prune.models import catalog
 from tune_prune.planning import resolve
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import selection, shapes
@@ -103,7 +102,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         )
     trial = _trial_folder(path, entry.get("output_dir"))
     known = _known(trial, recorded, run, config, path)
-    moved = run if base is None and revision is None else _moved(run, base, revision)
+    at, _ = resolve.searched_model(run, base, revision)
+    moved = run if base is None and revision is None else replace(run, model=at.name, revision=at.revision)
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
@@ -116,12 +116,6 @@ def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> di
         what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} results"
         raise UserError(f"{what}; choose one with --model: {', '.join(entries)}")
     return entries[label]
-
-
-def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
-    source = catalog.resolve(base or run.model, revision or run.revision)
-    resolve.check_revision(revision, base or run.model, source)
-    return replace(run, model=source.name, revision=source.revision)
 
 
 def _trial_folder(path: Location, recorded: Any) -> Location | None:

@@ -48,13 +48,7 @@ def check_data(run: ModelRun) -> None:
         hub.dataset_commit(repo)
     if run.data_dir is not None and source.kind == "folder":
         path = Path(run.data_dir) / perplexity_text.TEXT_FILE
-        try:
-            text = perplexity_text.load_text(run.data_dir, False)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"the perplexity text {path} is not UTF-8 (byte {error.start}); write it as UTF-8"
-            ) from error
-        if not text.strip():
+        if not perplexity_text.load_text(run.data_dir, False).strip():
             raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
 
 

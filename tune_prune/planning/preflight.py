@@ -82,16 +82,19 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
 
         # The run's text is the one of the flag or, where only the space names some, the first of those.
         asked = replace(settings, calibration=settings.calibration or space.values["calibration"][0])
-        models = tuple(_plan_model(asked, space, name, device, fast, store) for name in settings.models)
+        models = tuple(_plan_model(asked, space, name, device, fast, store, card) for name in settings.models)
         _check_distinct(models)
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         identities = {model.run.label: model.identity() for model in models}
         objective = settings.objective if space.search == "optuna" else None
-        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective)
+        methods = space.values["method"]
+        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective, methods)
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told, card=card)
         plan = replace(plan, left=sum(plan_cost.left(plan, model, finished)[1] for model in models))
+        if plan.left and not card:
+            experiment.warn_of_other_versions(open_store(folder), records)
         work = plan_cost.at_once(plan, finished)
         # Inline, the trial of the moment has a GPU to itself, or several.
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
@@ -207,6 +210,7 @@ def _plan_model(
     device: str,
     fast: Callable[[], bool],
     store: artifact_cache.ArtifactStore,
+    card: Card | None,
 ) -> ModelPlan:
     try:
         model = resolve.dense_model(settings, name, fast)
@@ -232,7 +236,8 @@ def _plan_model(
             positions = config.max_position_embeddings
             for length, count in sorted({needed for one in configs for needed in samples_needed(one, positions)}):
                 checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
-        loading.check_weights(source, config)
+        # A plan for a GPU that is not here asks for no weights either.
+        loading.check_weights(source, config, needed=card is None)
         for text in texts:
             checks.check_cached(replace(run, calibration=text))
     except UserError as error:
@@ -248,8 +253,8 @@ def _plan_model(
         raise UserError(f"calibration lists {', '.join(data)}, of which two have the same content; keep one of them")
     work = workload(run, config, model.tokenizer, store, model_fingerprint)
     itemsize = getattr(torch, run.dtype).itemsize
-    # Of a hub's model it is not known before it is downloaded, and hardly any has pickled weights alone.
-    from_files = source.kind == "hub" or bool(weight_files.files(Path(source.location)))
+    # Of weights that are not here it is not known, and hardly any model has pickled ones alone.
+    from_files = not here or bool(weight_files.files(Path(source.location)))
     gpus = max(1, int(settings.gpus_per_trial or 1))
 
     def ways(from_files: bool, gpus: int) -> tuple[MemoryPlan, ...]:

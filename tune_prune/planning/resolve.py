@@ -236,6 +236,25 @@ def check_revision(revision: str | None, name: str, source: catalog.ModelSource)
         )
 
 
+def searched_model(
+    run: ModelRun, base: str | None, revision: str | None
+) -> tuple[catalog.ModelSource, PretrainedConfig]:
+    """The dense model of a search's `run` and its config: where it was searched, or at `base`. Raises UserError."""
+    name = base or run.model
+    try:
+        source = catalog.resolve(name, revision or run.revision)
+        config = loading.load_config(source)
+    except UserError as error:
+        if base is not None:
+            raise
+        cause = str(error).partition("; ")[0]
+        raise UserError(
+            f"{run.label}, the model that was searched, is not where it was ({cause}); name where it is now with --base"
+        ) from error
+    check_revision(revision, name, source)
+    return source, config
+
+
 def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
     """What all trials of the model share. Raises UserError for flags that do not fit together."""
     check_revision(settings.revision, name, source)

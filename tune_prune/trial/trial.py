@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+import transformers
 
 from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.errors import NotFinite
@@ -63,6 +64,8 @@ class TrialProgress:
     host: str = field(default_factory=platform.node)
     device_name: str = ""  # until a model is opened
     torch_version: str = ""
+    transformers_version: str = ""
+    method_code: str = ""  # until its method is asked
     reports: tuple[StageReport, ...] = ()  # without PER_ITEM: `items` of the trial has them
     peak_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -101,6 +104,8 @@ class TrialProgress:
             host=self.host,
             device_name=self.device_name,
             torch_version=self.torch_version,
+            transformers_version=self.transformers_version,
+            method_code=self.method_code,
             resources=dict(resources or {}),
             notes=list(self.notes),
             files=dict(files or {}),
@@ -128,6 +133,7 @@ class Trial:
             config,
             device_name=device_name(context.loaded.device),
             torch_version=str(torch.__version__),
+            transformers_version=transformers.__version__,
         )
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
@@ -169,8 +175,9 @@ class Trial:
 
     def _select(self, config: PruningConfig) -> Generator[StageReport, None, PruningPlan]:
         context, geometry = self.context, self.context.loaded.geometry
-        needs = load_method(config.method).needs(config)
-        found: dict[Need, Arrays] = {}
+        method = load_method(config.method)
+        self.progress = replace(self.progress, method_code=method.code)
+        needs, found = method.needs(config), dict[Need, Arrays]()
         for name, wanted in by_statistic(needs.values()).items():
             statistic = load_statistic(name)
             with self._stage(statistic.stage) as report:

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.input.results_csv import read_results_csv
-from tune_prune.analysis.input.rows import frame
+from tune_prune.analysis.input.rows import VERSIONS, frame
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
@@ -87,10 +87,9 @@ def model_rows(
             problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
         window, seedless = entry.get("perplexity_window"), tuple(entry.get("seedless", ()))
-        part = Model(
-            label, own, metrics, source, window, (folder,), tuple(problems), measured=measured, seedless=seedless
-        )
-        found.append(part)
+        by = {} if dense is None else {name: getattr(dense, name) for name in VERSIONS}
+        part = Model(label, own, metrics, source, window, (folder,), tuple(problems), measured=measured)
+        found.append(replace(part, seedless=seedless, baseline_by=by))
     return found
 
 

@@ -54,6 +54,7 @@ class Model:
     measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
     seedless: tuple[str, ...] = ()  # methods that read no seed and so have no draws, where experiment.json tells
     speeds: tuple[SpeedRecord, ...] = ()  # of trials of these origins, under any conditions
+    baseline_by: Mapping[str, str] = field(default_factory=dict)  # rows.VERSIONS that have measured the dense model
 
     @property
     def tasks(self) -> list[str]:

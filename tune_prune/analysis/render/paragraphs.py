@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.input.rows import VERSIONS
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.factors import FACTORS
@@ -84,6 +85,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
     runs = [(trials, source) for trials, source in runs if set(source) >= _ASKED]
     texts = {text or source["calibration"] for trials, source in runs for text in trials["calibration"].fillna("")}
     seeds = {int(seed) for trials, source in runs for seed in trials["seed"].fillna(source["seed"])}
+    measured_by = {f"{name.removesuffix('_version')} {v}" for name in VERSIONS for v in eligible[name] if v}
     versions = {f"{name} {version}" for entry in about for name, version in entry.get("versions", {}).items()}
     return {
         "embedded": [reads_embedded_data(source["model"], source["data_dir"]) for source in sources],
@@ -92,7 +94,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "devices": sorted(set(eligible["device_name"]) - {""}),
         "reserved": _reserved(eligible),
         "machines": eligible.loc[eligible["host"] != "", "host"].nunique(),
-        "versions": sorted(versions | {f"torch {version}" for version in eligible["torch_version"] if version}),
+        "versions": sorted(versions | measured_by),
         "ratios": sorted({model.ratio for model in models}),
         "shapes": sorted({model.shape for model in models}),
         "kinds": {model.kind for model in models},
