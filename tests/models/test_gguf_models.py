@@ -129,10 +129,12 @@ def _head_again(kind: gguf.GGMLQuantizationType, noise: float = 0.0) -> Callable
     return change
 
 
-def test_a_head_that_is_the_embeddings_again_is_one_matrix(tiny_file: Path, tmp_path: Path):
+def test_a_head_that_is_the_embeddings_again_is_one_matrix(words: Path, tiny_file: Path, tmp_path: Path):
     """Parameters, numbers and checkpoints are those of the tied model; the matrix is the one of more bits."""
     tied = build_tiny("llama-tied", torch.float32, **SIZES)
-    file = rewritten(tiny_file, tmp_path / "twice.gguf", _head_again(F32))
+    with torch.no_grad():
+        tied.lm_head.weight[-1] *= 1e-9  # a token that no text has, whose row is rounded to nothing
+    file = rewritten(saved(tied, words, tmp_path / "once.gguf"), tmp_path / "twice.gguf", _head_again(F32))
     read = load(file)
     assert read.geometry.total_params == sum(p.numel() for p in tied.parameters())
     assert read.model.config.tie_word_embeddings and same_weights(read.model, tied)
@@ -350,6 +352,14 @@ STATED: dict[str, tuple[int, int, tuple[Any, ...]]] = {  # tensors, settings, an
     "tensors": (2**62, 0, ()),
     "dimensions": (1, 0, ("Q", 0, "I", 2**31)),
 }
+
+
+def test_a_pointer_in_the_place_of_a_file_is_called_that(tmp_path: Path):
+    (tmp_path / "model.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1117320768\n")
+    with pytest.raises(
+        UserError, match=r"model\.gguf is a pointer of Git LFS in the place of the file; run `git lfs pull`"
+    ):
+        load(tmp_path / "model.gguf")
 
 
 def test_the_other_byte_order_is_not_read(tmp_path: Path):

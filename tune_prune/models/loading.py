@@ -240,14 +240,12 @@ def fetch_weights(source: ModelSource) -> None:
             raise unsupported.unavailable(source, error, "weights") from error
 
 
-def check_weights(source: ModelSource, config: PretrainedConfig) -> None:
-    """Raise UserError unless the weights of the model fit its config (weight_files.check_weights); of a hub's model nothing is
-    known before they are in the cache."""
-    folder: Path | None = Path(source.location)
-    if source.kind == "hub":
-        folder = hub.folder(source.location, source.revision)
-        folder = folder if folder is not None and weight_files.are_there(folder) else None
-    if folder is not None:
+def check_weights(source: ModelSource, config: PretrainedConfig, needed: bool = True) -> None:
+    """Raise UserError unless the weights of the model fit its config (weight_files.check_weights). Of those of the hub nothing is
+    known before they are in the cache, nor of a folder's that are not here where they are not `needed`."""
+    local = source.kind != "hub"
+    folder = Path(source.location) if local else hub.folder(source.location, source.revision)
+    if folder is not None and ((local and needed) or weight_files.are_here(folder)):
         weight_files.check_weights(folder, meta_model(config), source.location)
 
 

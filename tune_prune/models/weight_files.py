@@ -217,7 +217,7 @@ def pickled_files(folder: Path) -> list[Path]:
     return _named(folder / PICKLED)
 
 
-def are_there(folder: Path) -> bool:
+def are_here(folder: Path) -> bool:
     """Whether all weight files are, of whichever kind."""
     found = files(folder) or pickled_files(folder)
     return bool(found) and all(path.is_file() for path in found)

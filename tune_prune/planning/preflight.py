@@ -237,9 +237,7 @@ def _plan_model(
             for length, count in sorted({needed for one in configs for needed in samples_needed(one, positions)}):
                 checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
         # A plan for a GPU that is not here asks for no weights either.
-        here = source.kind != "hub" and (card is None or weight_files.are_there(Path(source.location)))
-        if here or source.kind == "hub":
-            loading.check_weights(source, config)
+        loading.check_weights(source, config, needed=card is None)
         for text in texts:
             checks.check_cached(replace(run, calibration=text))
     except UserError as error:
@@ -256,7 +254,8 @@ def _plan_model(
     work = workload(run, config, model.tokenizer, store, model_fingerprint)
     itemsize = getattr(torch, run.dtype).itemsize
     # Of weights that are not here it is not known, and hardly any model has pickled ones alone.
-    from_files = not here or bool(weight_files.files(Path(source.location)))
+    folder = Path(source.location)
+    from_files = source.kind == "hub" or bool(weight_files.files(folder)) or not weight_files.pickled_files(folder)
     gpus = max(1, int(settings.gpus_per_trial or 1))
 
     def ways(from_files: bool, gpus: int) -> tuple[MemoryPlan, ...]:

@@ -61,7 +61,7 @@ def ensure(file: Path, folder: Path) -> None:
 def _convert(file: Path, folder: Path) -> None:
     about = header.read(file)
     again = _head_again(about)
-    model = _meta_model(file, about, tied=True if again else None)
+    model = _meta_model(file, about, tied=again is not None)
     tensors = _by_parameter(file, again or about, model)
     need, free = 4 * sum(p.numel() for p in model.parameters()), shutil.disk_usage(folder.parent).free
     if need > free:
@@ -131,12 +131,12 @@ def _said_of_head(about: header.Header) -> str:
     )
 
 
-def _meta_model(file: Path, about: header.Header, tied: bool | None) -> PreTrainedModel:
-    """The model without its weights; `tied`: whether its head is its embeddings, None: as transformers takes it. Raises UserError
-    where its sizes are none."""
+def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel:
+    """The model without its weights; `tied`: its head is its embeddings although the file stores one. Raises UserError where its
+    sizes are none."""
     config = _transformers(AutoConfig, file)
-    if tied is not None:
-        config.tie_word_embeddings = tied
+    if tied:
+        config.tie_word_embeddings = True
     for leftover in ("_model_name_or_path", "quantization_config", "_pre_quantization_dtype"):
         config.__dict__.pop(leftover, None)
     if about.head_dim and hasattr(config, "head_dim"):  # of some families transformers takes the usual one
