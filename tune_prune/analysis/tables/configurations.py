@@ -242,7 +242,7 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
 def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
-    own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.tied}
+    own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.marked}
     own |= {name: row.get(name) for column in MEASURES for name in (column.key, column.stderr)}
     return own | informative(found, row) | draws_of(found, row) | limits(found)
 

@@ -16,13 +16,16 @@ from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 def methods(findings: Findings) -> Table:
     """Pruning methods over all complete runs of each, highest mean first."""
-    rows = []
+    rows, notes = [], [Message("note_methods")]
     for label, found in findings.models.items():
+        top, *others = found.methods.index
+        if names := [method for method in others if missing(found.methods.loc[method, "p_below"])]:
+            notes.append(Message("note_not_compared", {"model": label, "top": top, "names": names}))
         for method, values in found.methods.iterrows():
             best = found.named(values["best"])
             row = {"model": label, "method": method, **values}
             row |= {"best_acc": best["acc_mean"], "best_acc_stderr": best["acc_mean_stderr"]}
-            rows.append(row | {"best_tied": best["name"] in found.tied} | limits(found))
+            rows.append(row | {"best_tied": best["name"] in found.marked} | limits(found))
     columns = [
         *(MODEL, Column("method", "Method"), TRIALS),
         *(replace(accuracy("mean"), best="tied"), Column("std", "Std", "acc")),
@@ -31,7 +34,7 @@ def methods(findings: Findings) -> Table:
         replace(accuracy("best_acc", "Best"), stderr="best_acc_stderr", best="best_tied"),
         Column("best", "Best configuration", style="name"),
     ]
-    return Table("methods", "Pruning methods", columns, rows, [Message("note_methods")], best="best_method")
+    return Table("methods", "Pruning methods", columns, rows, notes, best="best_method")
 
 
 def accuracy(key: str, label: str = "") -> Column:

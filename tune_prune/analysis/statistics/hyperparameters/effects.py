@@ -42,7 +42,7 @@ class Trend:
     spread_points: float  # highest less lowest level mean
     stderr_points: float  # of that difference
     best_level: float  # of a factor of whole numbers an int
-    tied_levels: tuple[float, ...]  # that do not differ from it, itself among them
+    tied_levels: tuple[float, ...]  # that do not differ from it, itself among them; none where it is unknown
     spearman: float  # rank correlation of level and acc_mean over the rows
     spearman_p: float
 
@@ -110,13 +110,14 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
         spearman, spearman_p = map(float, spearmanr(eligible[factor].to_numpy("float64"), acc.to_numpy("float64")))
     direction = _direction(means, stderr, p)
     lower = means[highest] - means > 2 * stderr[highest] + np.abs(means).max() * _ROUNDING
+    tied = {"flat": levels, "unknown": levels[:0]}.get(direction, levels[~lower])
     return Trend(
         factor,
         direction,
         100 * float(means[highest] - means[lowest]),
         100 * float(stderr[highest, lowest]),
         levels[highest].item(),
-        tuple((levels if direction in ("flat", "unknown") else levels[~lower]).tolist()),
+        tuple(tied.tolist()),
         spearman,
         spearman_p,
     )
