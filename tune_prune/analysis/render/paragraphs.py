@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.cost import passes
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.factors import FACTORS
@@ -66,6 +67,7 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
         metrics=ZERO_SHOT_METRIC,
         task_references=_TASKS,
         trend_message=trend_message,
+        passes=passes,
         by_text=BY_TEXT,
     )
     entries = (TEMPLATES / "references.bib").read_text(encoding="utf-8").split("\n\n")
@@ -99,6 +101,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "binomial": any(model.binomial for model in models),
         "stated": any(model.kind == "published" and not model.binomial for model in models),
         "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
+        "draws": any(found.draw_variance is not None for found in findings.models.values()),
         "bases": {found.basis for found in findings.models.values() if len(found.eligible) > 1},
         "removed": eligible["removed_fraction"].dropna(),
         "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],

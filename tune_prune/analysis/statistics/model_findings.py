@@ -121,8 +121,8 @@ class ModelFindings:
     @cached_property
     def methods(self) -> pd.DataFrame:
         """`effects.method_table`: index method, highest mean first; columns n, mean, std (n - 1), std_n (over n), min, median, max,
-        best (name); p_below, the p that it is below the highest mean by `method_pairs` (NaN where these two cannot be compared; that
-        of the highest is 1, NaN where it can be compared with none); and tied: known not to be distinguishably below."""
+        best (name); p_below, the p that it is below the highest mean by `method_pairs` (NaN where the two cannot be compared; of
+        the highest itself 1, NaN where it can be compared with none); and tied: known not to be distinguishably below."""
         table, pairs = effects.method_table(self.eligible), self.method_pairs["p_value"].to_dict()
         top, *others = table.index
         below = {method: pairs.get((top, method), math.nan) for method in others}
