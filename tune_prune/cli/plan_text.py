@@ -23,7 +23,8 @@ from tune_prune.core.store import Location, ObjectPath
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.cost_model.device_speed import REACHED
-from tune_prune.data.sources import uses_embedded_data
+from tune_prune.data.perplexity_text import TEXT_FILE
+from tune_prune.data.sources import perplexity_text_name
 from tune_prune.planning.plan import Plan
 from tune_prune.planning.recoveries import expected
 from tune_prune.pruning import shapes
@@ -131,7 +132,8 @@ def _search(plan: Plan) -> str:
 
 def perplexity_text_of(run: ModelRun) -> str:
     """What perplexity is measured on, in words."""
-    text = "the embedded text" if uses_embedded_data(run) else "WikiText-2 test"
+    texts = {"embedded": "the embedded text", "wikitext2": "WikiText-2 test"}
+    text = texts.get(perplexity_text_name(run), f"a text that is not WikiText-2 ({TEXT_FILE})")
     return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
 
 
