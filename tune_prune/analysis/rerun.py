@@ -13,10 +13,11 @@ from tune_prune.analysis.statistics.model_findings import ModelFindings
 
 def best_command(found: ModelFindings) -> str | None:
     """`command` of the best configuration, on each of the draws that its accuracy is the mean of."""
-    draws = found.draws.get(found.best.name)
-    usual = (found.model.source or {}).get("seed")
-    own = [] if draws is None else [plain_value(seed) for seed in draws["seed"]]
-    return command(found.model, found.best, sorted({usual if seed is None else int(seed) for seed in own}))
+    source, draws = found.model.source, found.draws.get(found.best.name)
+    if source is None or draws is None:
+        return command(found.model, found.best)
+    own = map(plain_value, draws["seed"])  # None: the run's
+    return command(found.model, found.best, sorted(int(source["seed"] if seed is None else seed) for seed in own))
 
 
 def command(model: Model, row: Mapping[str, Any], seeds: Sequence[int] = ()) -> str | None:
