@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_no_tasks_have_to_be_there(tmp_path: Path) -> None:
     base, out = model_folder(tmp_path / "base"), tmp_path / "out"
     assert prune.main(["--model", str(base), *FLAGS, "--data-dir", str(tmp_path / "data"), "--output", str(out)]) == 0
     assert read(out / MANIFEST)["source"]["calibration"] == str(text)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "text"),
+    [("magnitude", "magnitude", "it reads no text"), ("taylor", "taylor-s16-n8", "calibration: embedded")],
+)
+def test_only_what_was_read_is_named(
+    method: str, name: str, text: str, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    samples = ["--seq-len", "16", "--num-samples", "8"] if method == "taylor" else []
+    out = printed(prune.main, "--model", "tiny-llama", "--method", method, *samples, "--output", tmp_path / "out")
+    assert f"tiny-llama: {name}, 20% of all parameters\n" in out
+    assert f"plan         computed ({text}): " in out
+    assert re.search(r"^pruning +[\d.]+ s$", out, re.MULTILINE)
 
 
 def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]) -> None:

@@ -416,6 +416,16 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[3:])
     assert [found for _, found in make_plan(search.settings_from(args)).models[0].trials] == [key]
+    config = next(config for config, _ in model.trials if config.name == names[0])  # the mean of its draws
+    rows = frame(
+        [TrialRecord(key=keys[names[0]], model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path
+    )
+    again = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
+    assert again is not None
+    subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
+    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[3:])
+    both = {keys["taylor-s16-n8"], keys["taylor-s16-n8-r2"]}
+    assert {found for _, found in make_plan(search.settings_from(args)).models[0].trials} == both
     space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
     out = plan_text("--model", "tiny-llama", "--search-space", space)
     assert "2 gradient passes" not in out and "4 gradient passes a model, one per seq_len, draw, text" in out

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from tune_prune.analysis.cost import between, duration
+from tune_prune.analysis.cost import between, duration, passes
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.cli.resources_text import (
     dtype_lines,
@@ -23,7 +23,8 @@ from tune_prune.core.store import Location, ObjectPath
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.cost_model.device_speed import REACHED
-from tune_prune.data.sources import uses_embedded_data
+from tune_prune.data.perplexity_text import TEXT_FILE
+from tune_prune.data.sources import perplexity_text_name
 from tune_prune.planning.plan import Plan
 from tune_prune.planning.recoveries import expected
 from tune_prune.pruning import shapes
@@ -44,15 +45,15 @@ def describe(plan: Plan) -> str:
     groups = [len(space.values[name]) for name in ("seq_len", "seed", "calibration")]
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
-    passes = listed([f"{prod(groups)} {statistic.label} passes" for statistic in statistics])
-    if passes:
+    made = listed([passes(prod(groups), statistic.label) for statistic in statistics])
+    if made:
         per = [
             name
             for name, count in zip(("seq_len", "draw", "text"), groups, strict=True)
             if count > 1 or name == "seq_len"
         ]
         each = f"one {'of each ' if len(statistics) > 1 else ''}per {listed(per)}"
-        passes += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
+        made += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
     rows = [
         (
             "experiment",
@@ -74,7 +75,7 @@ def describe(plan: Plan) -> str:
             ", ".join([*(statistic.stage for statistic in statistics), *_model_stages(plan), "zero-shot "])
             + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
-        ("shared", f"{passes}1 dense baseline a model"),
+        ("shared", f"{made}1 dense baseline a model"),
         ("resources", resources_line(plan)),
         *(("GPU", line) for line in unseen_gpu_lines(plan)),
         *(("dtype", line) for line in dtype_lines(plan)),
@@ -131,7 +132,8 @@ def _search(plan: Plan) -> str:
 
 def perplexity_text_of(run: ModelRun) -> str:
     """What perplexity is measured on, in words."""
-    text = "the embedded text" if uses_embedded_data(run) else "WikiText-2 test"
+    texts = {"embedded": "the embedded text", "wikitext2": "WikiText-2 test"}
+    text = texts.get(perplexity_text_name(run), f"a text that is not WikiText-2 ({TEXT_FILE})")
     return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
 
 

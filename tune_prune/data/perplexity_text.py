@@ -1,4 +1,4 @@
-"""The text whose perplexity is reported: WikiText-2 raw test, of the hub or of a file, or the embedded one."""
+"""The text whose perplexity is reported: WikiText-2 raw test of the hub, the file in its place, or the embedded one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tune_prune.models import hub
 
 HUB_TEXT = "Salesforce/wikitext"  # repository
 TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"
+WIKITEXT2 = "696cca6b65a171b0"  # fingerprint of a file that holds WikiText-2 raw test
 
 
 def load_text(data_dir: str | None, embedded: bool) -> str:

@@ -39,6 +39,13 @@ def hub_datasets(run: ModelRun) -> list[str]:
     return list(dict.fromkeys(repos))
 
 
+def perplexity_text_name(run: ModelRun) -> str:
+    """What the perplexity text of `run` is by its content: embedded, wikitext2, other. Raises UserError where it is missing."""
+    if uses_embedded_data(run):
+        return "embedded"
+    return "wikitext2" if run.data_dir is None or Contents(run).text == perplexity_text.WIKITEXT2 else "other"
+
+
 @dataclass(frozen=True)
 class MeasuredOn:
     """Fingerprints of what models are measured on, part by part."""

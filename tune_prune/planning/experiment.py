@@ -38,6 +38,7 @@ from tune_prune.core.ledger import (
 from tune_prune.core.records import TrialRecord, stranger
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.core.values.kinds import texts_of
+from tune_prune.data.sources import perplexity_text_name
 from tune_prune.evaluation.item_scores import accuracies
 from tune_prune.planning.draws import Round, first_given
 from tune_prune.planning.plan import ModelPlan, Plan, one_or_list
@@ -216,6 +217,7 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             "run": model.run.to_dict(),
             "meaning": model.identity() | texts,
             "geometry": asdict(model.geometry),
+            "perplexity_text": perplexity_text_name(model.run),
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
             "trial_keys": _trial_keys(plan, model),

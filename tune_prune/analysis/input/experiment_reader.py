@@ -86,10 +86,15 @@ def model_rows(
         if dense is None and open_store(folder).has(BASELINES):
             problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
-        window, seedless = entry.get("perplexity_window"), tuple(entry.get("seedless", ()))
         by = {} if dense is None else {name: getattr(dense, name) for name in VERSIONS}
-        part = Model(label, own, metrics, source, window, (folder,), tuple(problems), measured=measured)
-        found.append(replace(part, seedless=seedless, baseline_by=by))
+        part = Model(
+            *(label, own, metrics, source, entry.get("perplexity_window"), (folder,), tuple(problems)),
+            measured=measured,
+            seedless=tuple(entry.get("seedless", ())),
+            text=entry.get("perplexity_text"),
+            baseline_by=by,
+        )
+        found.append(part)
     return found
 
 

@@ -136,7 +136,8 @@ def _with_best_config(part: Model) -> Model:
     except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
         problem = Problem(str(path), f"it cannot be read ({error}): the dense model is unknown")
         return replace(part, problems=(*part.problems, problem))
-    return replace(part, baseline=part.baseline or dense, source=source, window=entry.get("perplexity_window"))
+    window, text = entry.get("perplexity_window"), entry.get("perplexity_text")
+    return replace(part, baseline=part.baseline or dense, source=source, window=window, text=text)
 
 
 def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, float]]) -> dict[str, Model]:
@@ -247,6 +248,7 @@ def _merged(base: str, label: str, kin: str, parts: list[Model], notes: list[Pro
         baseline_by=dense_by,
         source=source,
         window=next((part.window for part in parts if part.window), None),
+        text=next((part.text for part in parts if part.text), None),
         speeds=tuple({(one.key, one.conditions): one for part in parts for one in part.speeds}.values()),
         seedless=tuple({method for part in parts for method in part.seedless}),
         origins=tuple(dict.fromkeys(part.origins[0] for part in parts)),
