@@ -115,7 +115,11 @@ def test_quantised_weights_are_the_scale_times_the_numbers(tiny_file: Path, tmp_
     assert same_weights(read.model, plain)
 
 
-def _head_again(kind: gguf.GGMLQuantizationType, noise: float = 0.0) -> Callable[..., None]:
+def _head_again(
+    kind: gguf.GGMLQuantizationType,
+    noise: float = 0.0,
+    embeddings: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q4_0,
+) -> Callable[..., None]:
     """The embeddings stored again as the head, in another type and with that much noise, relative to them."""
 
     def change(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
@@ -123,24 +127,26 @@ def _head_again(kind: gguf.GGMLQuantizationType, noise: float = 0.0) -> Callable
         values = np.frombuffer(content, np.float32).reshape(shape)
         other = np.random.default_rng(0).standard_normal(shape) * values.std() * noise
         tensors["output.weight"] = (shape, kind, gguf.quantize((values + other).astype(np.float32), kind).tobytes())
-        rounded = gguf.quantize(values, gguf.GGMLQuantizationType.Q4_0)
-        tensors["token_embd.weight"] = (shape, gguf.GGMLQuantizationType.Q4_0, rounded.tobytes())
+        tensors["token_embd.weight"] = (shape, embeddings, gguf.quantize(values, embeddings).tobytes())
 
     return change
 
 
-def test_a_head_that_is_the_embeddings_again_is_one_matrix(words: Path, tiny_file: Path, tmp_path: Path):
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
+def test_a_head_that_is_the_embeddings_again_is_one_matrix(name: str, words: Path, tiny_file: Path, tmp_path: Path):
     """Parameters, numbers and checkpoints are those of the tied model; the matrix is the one of more bits."""
     tied = build_tiny("llama-tied", torch.float32, **SIZES)
     with torch.no_grad():
         tied.lm_head.weight[-1] *= 1e-9  # a token that no text has, whose row is rounded to nothing
-    file = rewritten(saved(tied, words, tmp_path / "once.gguf"), tmp_path / "twice.gguf", _head_again(F32))
+    file = rewritten(
+        saved(tied, words, tmp_path / "once.gguf"),
+        tmp_path / "twice.gguf",
+        _head_again(F32, 0.0, gguf.GGMLQuantizationType[name]),
+    )
     read = load(file)
     assert read.geometry.total_params == sum(p.numel() for p in tied.parameters())
     assert read.model.config.tie_word_embeddings and same_weights(read.model, tied)
-    said = (
-        "its head (output.weight, F32) is its embeddings (token_embd.weight, Q4_0) again, so both are one matrix here"
-    )
+    said = f"its head (output.weight, F32) is its embeddings (token_embd.weight, {name}) again, so both are one matrix here"
     assert said in read.source.found_as and read.source.found_as.endswith("read from output.weight")
     once = load(tiny_file).source
     assert once.found_as == str(once.gguf)
