@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2TokenizerFast
 
 from tests.conftest import build_tiny
-from tests.quiz import byte_tokenizer, write_quiz
+from tests.quiz import byte_tokenizer, score_all, unequal_llama, write_quiz
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.process.machine import Load
 from tune_prune.cost_model import estimate as estimates
@@ -292,10 +292,14 @@ def test_gradients_of_activations_alone_take_less_time(name, share):
     assert stage.seconds == pytest.approx(4 * 8 * 4 * share + 4 * 7 * 2)
 
 
-def test_the_longest_item_is_among_those_that_memory_is_planned_for(tmp_path):
-    items = [{"passage": "red", "question": f"q{n}?", "options": ["a", "b"], "answer": 0} for n in range(300)]
-    items[133]["passage"] = "the blue door " * 200
-    source, tokenizer = write_quiz(tmp_path, items), byte_tokenizer(True)
-    rows = suite_tokens(build_suite(tokenizer, EvaluationProtocol(("quiz",)), source, 4096)).rows
-    longest = max(len(row.tokens) for row in (*rows.plain, *rows.trees))
-    assert longest > len(tokenizer(items[133]["passage"])["input_ids"])
+def test_memory_is_planned_for_the_longest_row_that_is_forwarded(tmp_path):
+    items = [{"passage": "red", "question": f"q{n}?", "options": ["a", "b"], "answer": 0} for n in range(80)]
+    items[33]["passage"] = items[40]["passage"] = "the blue door " * 25
+    protocol, model, widths = EvaluationProtocol(("quiz",)), unequal_llama(), []
+    suite = build_suite(byte_tokenizer(True), protocol, write_quiz(tmp_path, items), 512)
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    score_all(suite, model)
+    hook.remove()
+    assert suite_tokens(suite).longest_row == max(widths) > 25 * 14

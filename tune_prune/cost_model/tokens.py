@@ -43,6 +43,7 @@ class ZeroShotTokens:
     scored: int  # positions whose logits are needed
     exact: bool  # counted, not estimated
     rows: Rows | None = None  # of the sampled items
+    longest_row: int | None = None  # tokens
 
     @property
     def row_length(self) -> float:
@@ -51,7 +52,7 @@ class ZeroShotTokens:
 
 
 def suite_tokens(suite: ZeroShotSuite) -> ZeroShotTokens:
-    """Those of a suite, counted. The sample holds the longest item, wherever it stands: memory depends on it."""
+    """Those of a suite, counted."""
     by_task: dict[str, list[Item]] = {}
     for item in suite.items:
         by_task.setdefault(item.task, []).append(item)
@@ -60,10 +61,11 @@ def suite_tokens(suite: ZeroShotSuite) -> ZeroShotTokens:
         for items in by_task.values()
         for index in np.linspace(0, len(items) - 1, min(SAMPLED_ITEMS, len(items)))
     ]
-    longest = max(suite.items, key=lambda item: max(len(request.inputs) for request in item.requests))
-    rows, slices = plan_rows([item.requests for item in (*sampled, longest)]), range(suite.num_slices)
-    tokens, scored = (sum(map(count, slices)) for count in (suite.tokens_in_slice, suite.scored_in_slice))
-    return ZeroShotTokens(suite.num_items, tokens, scored, exact=True, rows=rows)
+    rows = [row for index in range(suite.num_slices) for row in suite.rows_in_slice(index).all]
+    lengths = [len(row.tokens) for row in rows]
+    scored = sum(len(np.unique(row.scored)) for row in rows)
+    sample = plan_rows([item.requests for item in sampled])
+    return ZeroShotTokens(suite.num_items, sum(lengths), scored, True, sample, max(lengths))
 
 
 def hub_tokens(tokenizer: PreTrainedTokenizerBase, protocol: EvaluationProtocol) -> ZeroShotTokens:

@@ -45,11 +45,8 @@ class Workload:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest sampled item."""
-        rows = self.zero_shot.rows
-        if rows is None:
-            return min(LONGEST_ROW, self.config.max_position_embeddings)
-        return max(len(row.tokens) for row in (*rows.plain, *rows.trees))
+        """Tokens of the longest row of zero-shot items."""
+        return self.zero_shot.longest_row or min(LONGEST_ROW, self.config.max_position_embeddings)
 
 
 def workload(

@@ -109,11 +109,11 @@ class ZeroShotSuite:
 
     def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
         """Tokens (without padding) that scoring the items which this slice adds forwards."""
-        return self._slices[slice_index].rows(share).num_tokens
+        return self.rows_in_slice(slice_index, share).num_tokens
 
-    def scored_in_slice(self, slice_index: int) -> int:
-        """Positions at which that needs logits."""
-        return sum(len(np.unique(row.scored)) for row in self._slices[slice_index].rows(True).all)
+    def rows_in_slice(self, slice_index: int, share: bool = True) -> Rows:
+        """What is forwarded for them."""
+        return self._slices[slice_index].rows(share)
 
     def request_scores(
         self,
