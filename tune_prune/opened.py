@@ -27,8 +27,8 @@ from tune_prune.core.store import Location
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory, choose_within, on_this_machine
 from tune_prune.cost_model.workload import LONGEST_ROW, passes_of, recipe_passes
-from tune_prune.data import calibration, perplexity_text
-from tune_prune.data.sources import uses_embedded_data
+from tune_prune.data import calibration
+from tune_prune.data.sources import Contents
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
@@ -190,8 +190,7 @@ class Model:
 
     def way_to_measure(self, run: ModelRun, removed_params: int | None = None, kl: bool = False) -> Residency:
         """The same while it is measured, or a copy without so many parameters; with `kl` beside its base model."""
-        text = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
-        tokens = len(calibration.tokenize(self.tokenizer, text)[: run.protocol.perplexity_tokens])
+        tokens = len(Contents(run).perplexity_tokens(self.tokenizer, self.hf_config.vocab_size))
         positions = self.hf_config.max_position_embeddings
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
         measured, itemsize = partial(self._shapes.evaluation, removed_params, *read), self._shapes.itemsize

@@ -24,12 +24,14 @@ from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.cli import resources_text
 from tune_prune.cli.search_flags import parser, settings_from
-from tune_prune.core.config import Samples
+from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
 from tune_prune.core.process.machine import Memory
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
+from tune_prune.data.task_files import TaskSource
+from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner import devices
 from tune_prune.planning import experiment, resolve, search_space
@@ -98,10 +100,11 @@ def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     tokenizer = loading.load_tokenizer(catalog.resolve("tiny-llama"))
     words = len(tokenizer(embedded.perplexity_text(), add_special_tokens=False)["input_ids"])
     assert cost["perplexity"][1] == f"{7 * words:,}"
-    assert cost["zero-shot"][1].startswith("~")
+    requests = build_suite(tokenizer, EvaluationProtocol(), TaskSource.of(None, embedded=True), 512)
+    assert cost["zero-shot"][1] == f"{7 * sum(map(requests.tokens_in_slice, range(requests.num_slices))):,}"
     last = next(line for line in out.splitlines() if line.startswith("cost "))
     assert re.search(
-        rf"about {SECONDS} to {SECONDS} on {CPUS} workers?, measured at load [\d.]+ of {CPUS} CPUs?; ~ zero-", last
+        rf"about {SECONDS} to {SECONDS} on {CPUS} workers?, measured at load [\d.]+ of {CPUS} CPUs?$", last
     )
     memory = next(line for line in out.splitlines() if line.startswith("memory "))
     total, process, weights, *_ = (int(number) for number in re.findall(r"(\d+) MiB", memory))

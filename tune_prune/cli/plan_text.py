@@ -70,6 +70,7 @@ def describe(plan: Plan) -> str:
             f"perplexity on {perplexity_text_of(first.run)}; {len(protocol.tasks)} zero-shot tasks, {items}",
         ),
         ("", ", ".join(protocol.tasks)),
+        *(("warning", f"{model.run.label}: {note}") for model in plan.models for note in model.workload.notes),
         (
             "stages",
             ", ".join([*(statistic.stage for statistic in statistics), *_model_stages(plan), "zero-shot "])

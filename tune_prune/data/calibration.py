@@ -150,6 +150,15 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[torch.Te
     return tuple(tokenize(tokenizer, load_text(part)) for part in texts_of(source))
 
 
+def check_token_ids(label: str, largest: int, vocab_size: int, where: str = "") -> None:
+    """Raise UserError where the `largest` token id of a text is none that the model `label` knows; `where`: in which, in words."""
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer of {label} gives the token id {largest}{where}, but vocab_size in its config.json is {vocab_size}; use "
+            "the model's own tokenizer files"
+        )
+
+
 def samples(texts: Sequence[torch.Tensor], seq_len: int, count: int, seed: int) -> torch.Tensor:
     """The first `count` calibration samples, LongTensor [count, seq_len]: sample i is one of text i mod k. Raises UserError where
     a text is too short."""

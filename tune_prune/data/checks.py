@@ -129,13 +129,5 @@ def check_calibration(
                 calibration.windows(tokens, seq_len, len(range(index, num_samples, len(parts))), run.seed)
             except UserError as error:
                 raise UserError(f"{text}, of {run.calibration}: {error}" if len(parts) > 1 else str(error)) from error
-        check_token_ids(source.label, int(tokens.max()), config.vocab_size)
-
-
-def check_token_ids(label: str, largest: int, vocab_size: int, where: str = "") -> None:
-    """Raise UserError where the `largest` token id of a text is none that the model `label` knows; `where`: in which, in words."""
-    if largest >= vocab_size:
-        raise UserError(
-            f"the tokenizer of {label} gives the token id {largest}{where}, but vocab_size in its config.json is {vocab_size}; use "
-            "the model's own tokenizer files"
-        )
+        where = f" in calibration text {text}"
+        calibration.check_token_ids(source.label, int(tokens.max()), config.vocab_size, where)

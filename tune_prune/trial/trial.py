@@ -39,6 +39,7 @@ from tune_prune.core.records import PER_ITEM, Failure, StageReport, Status, Tria
 from tune_prune.core.store import ITEMS, KL, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.item_scores import ItemScore, gold_logprobs_by_task, outcomes_by_task, summarize, to_parquet
+from tune_prune.evaluation.kept_suite import end_token
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.runner.devices import device_name, peak_memory, reset_peak
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
@@ -248,6 +249,8 @@ class Trial:
                 report.metrics = summarize(self.items)
                 if index == 0 and (seen := self._items_in_calibration()):
                     report.metrics["items_in_calibration"] = float(seen)
+                if end_token(context.loaded.tokenizer) is not None:
+                    report.metrics["items_after_eos"] = float(len(self.items))
                 report.outcomes, report.gold_logprobs = outcomes_by_task(added), gold_logprobs_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
                 self._caveats = context.notes

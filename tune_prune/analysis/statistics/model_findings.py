@@ -262,6 +262,8 @@ class ModelFindings:
         rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
         dense = self.model.baseline.get("acc_mean", math.nan)
         guess = self.guessing.loc["mean", ["chance", "majority"]].max()
+        if "items_after_eos" in eligible and eligible["items_after_eos"].max() > 0:
+            yield Message("items_after_eos")
         if not math.isfinite(dense):
             yield Message("dense_unknown")
         if self.at_chance(dense):
