@@ -114,6 +114,7 @@ def _main(argv: list[str]) -> None:
     from tune_prune.checkpoint.save import check_folder
     from tune_prune.cli import prune_request  # imports torch: not before every flag has been read
     from tune_prune.opened import Model
+    from tune_prune.planning import resolve
 
     if is_address(args.output):
         raise UserError(f"--output {args.output} is no folder, which a checkpoint is; name one, then copy it there")
@@ -123,6 +124,7 @@ def _main(argv: list[str]) -> None:
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
         check_agreement(args, request)
+        resolve.searched_model(request.run, args.base, None)
         dense = Model(request.run, device_of(request, args.device, args.measure), memory=args.memory)
     else:
         dense = api.open(

@@ -86,8 +86,10 @@ class Results:
         are several, or none, and where the dense model is not available any more.
         """
         from tune_prune.cli import prune_request
+        from tune_prune.planning import resolve
 
         request = prune_request.from_config(str(self.folder), model)
+        resolve.searched_model(request.run, None, None)
         run = TrustingRun(**vars(request.run)) if trust_tasks else request.run
         return Model(run, device).execute(request)
 

@@ -91,8 +91,11 @@ def test_it_is_pruned_from(storage: Path, tmp_path: Path) -> None:
     told_before, told_after = (read(folder / "tune_prune.json") for folder in (HERE / "pruned", tmp_path / "pruned"))
     assert told_after["base"].pop("license") == {"license": "apache-2.0"}  # stated since
     assert told_after["base"].pop("gguf") is None  # likewise
+    for told in (told_before, told_after):  # since then a task of which no or every item is right has Wilson's error
+        for metrics in (told["metrics"], told["baseline"]):
+            for name in [name for name in metrics if name.endswith("_stderr")]:
+                del metrics[name]
     assert {name for name in told_before if told_before[name] != told_after.get(name)} <= {"created", "versions"}
-    assert told_after["metrics"] == RECORDED["637f69f5dd037ef2"]["metrics"]
 
 
 def test_it_goes_on_and_has_nothing_to_do(storage: Path) -> None:

@@ -127,7 +127,7 @@ def test_no_code_of_a_model_runs(model_type: str | None, tmp_path: Path) -> None
 
 
 def test_no_call_lets_code_of_a_model_run() -> None:
-    """Whatever loads by transformers says trust_remote_code=False, and nothing says True; torch.load is called nowhere."""
+    """Whatever loads by transformers says trust_remote_code=False, and nothing says True; torch.load reads plain tensors alone."""
     loads = {"AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "_tokenizer_class"}
     found = 0
     for path in sorted((ROOT / "tune_prune").rglob("*.py")):
@@ -137,7 +137,8 @@ def test_no_call_lets_code_of_a_model_run() -> None:
             said = {word.arg: ast.unparse(word.value) for word in node.keywords}
             assert said.get("trust_remote_code", "False") == "False", path
             called = ast.unparse(node.func)
-            assert called not in ("torch.load", "eval", "exec", "yaml.unsafe_load", "yaml.full_load"), path
+            assert called != "torch.load" or said.get("weights_only") == "True", path
+            assert called not in ("eval", "exec", "yaml.unsafe_load", "yaml.full_load"), path
             if called.endswith((".from_pretrained", ".from_config")) and called.split(".")[0].split("(")[0] in loads:
                 found += 1
                 assert said.get("trust_remote_code") == "False", f"{path}: {called}"

@@ -63,7 +63,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     said = SimpleNamespace(
         nodes=[node("1"), node("2")],
         about=lambda name: (here, time.time()),
-        hardware=lambda name: (MEMORY, FILE_ROOM, [GPU]),
+        hardware=lambda name: (MEMORY, FILE_ROOM, [GPU], False),
         here=here,
         order="1234",
     )
@@ -175,14 +175,14 @@ def test_gpus_are_asked_where_they_are_free_and_only_their_nodes_run_trials(clus
 
 
 def test_a_node_whose_torch_sees_no_gpu_is_named(cluster) -> None:
-    cluster.hardware = lambda name: (MEMORY, FILE_ROOM, [])
+    cluster.hardware = lambda name: (MEMORY, FILE_ROOM, [], False)
     with pytest.raises(UserError, match="offers GPUs but its torch sees none"):
         nodes.survey(use_gpus=True)
 
 
 def test_a_node_with_a_gpu_that_torch_has_no_kernels_for_is_named(cluster) -> None:
     old = replace(GPU, problem="GPU 1 (Tesla V100) is of compute capability 7.0")
-    cluster.hardware = lambda name: (MEMORY, FILE_ROOM, [GPU, old] if name == "2" else [GPU])
+    cluster.hardware = lambda name: (MEMORY, FILE_ROOM, [GPU, old] if name == "2" else [GPU], False)
     with pytest.raises(
         UserError, match=r"^node gpu-2 .* cannot use: GPU 1 \(Tesla V100\) .*\(--gpus-per-trial 0\); or end"
     ):

@@ -103,8 +103,10 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         )
     trial = _trial_folder(path, entry.get("output_dir"))
     known = _known(trial, recorded, run, config, path)
-    at, _ = resolve.searched_model(run, base, revision)
-    moved = run if base is None and revision is None else replace(run, model=at.name, revision=at.revision)
+    moved = run
+    if base is not None or revision is not None:
+        at, _ = resolve.searched_model(run, base, revision)
+        moved = replace(run, model=at.name, revision=at.revision)
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 

@@ -14,7 +14,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
@@ -211,7 +212,8 @@ def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
             f"model folder {source.location} cannot be loaded ({part}: {cause(error)}); check that config, tokenizer and "
             "weights are complete"
         )
-    if hub.holds(source.location, ADAPTER, source.revision):
+    answered = isinstance(error, EntryNotFoundError) or constants.HF_HUB_OFFLINE  # else there is nobody to ask again
+    if answered and hub.holds(source.location, ADAPTER, source.revision):
         return UserError(f"{source.location} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder")
     text = f"{type(error).__name__} {error} {error.__cause__!r}".lower()
     if "gated" in text or "401" in text or "403" in text:

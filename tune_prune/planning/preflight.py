@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -77,9 +78,9 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         device = "cuda" if on_gpu else "cpu"
 
         def fast() -> bool:  # asked for models whose weights are stored in fewer than 32 bits
-            if on_gpu:
-                return all(gpu.bfloat16 for gpu in gpus)
-            return all(n.bfloat16 for n in told if n.runs_trials) if told else devices.fast_at_bfloat16(device)
+            if on_gpu or told:
+                return all(one.bfloat16 for one in (gpus if on_gpu else [node for node in told if node.runs_trials]))
+            return devices.fast_at_bfloat16(device)
 
         # The run's text is the one of the flag or, where only the space names some, the first of those.
         asked = replace(settings, calibration=settings.calibration or space.values["calibration"][0])
@@ -292,9 +293,8 @@ def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: Mode
         raise UserError(
             f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
-    for method in map(load_method, space.values["method"]):
-        for shape in named.values():
-            method.check_shape(shape)
+    for method, shape in product(map(load_method, space.values["method"]), named.values()):
+        method.check_shape(shape)
     embedded, kind = source.kind == "embedded", HYPERPARAMETERS["calibration"].kind
     texts = {
         name: name if name is None else calibration.resolve(name, run.data_dir, embedded)
