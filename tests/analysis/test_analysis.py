@@ -181,11 +181,11 @@ def test_a_model_whose_trials_all_failed_is_listed(tmp_path: Path) -> None:
 
 
 def test_unpaired_noise_adds_both_standard_errors(tmp_path: Path) -> None:
-    """Gaps of 1.4 and 3.5 standard errors; one of unknown error is always tied."""
+    """Gaps of 1.4 and 3.5 standard errors; one of unknown error was not compared with the best."""
     near, far, unknown = trial("taylor-s16-n8", 0.58), trial("taylor-s32-n8", 0.55), trial("taylor-s8-n8", 0.6)
     unknown.metrics.pop("acc_mean_stderr")
     best = best_of(tmp_path, trial("taylor-s64-n8", 0.6001), near, far, unknown)
-    assert best["within_noise"] == ["taylor-s8-n8", "taylor-s16-n8"]
+    assert best["within_noise"] == ["taylor-s16-n8"]
     assert best["within_noise_basis"] == "unpaired"
 
 

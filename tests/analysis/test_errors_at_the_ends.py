@@ -95,11 +95,13 @@ def test_files_of_trials_hold_what_was_recorded_and_lead_to_the_same_errors(expe
     assert find(read_study([folder], [])).models["alpha"].eligible["acc_boolq_stderr"].eq(0).all()
 
 
-def test_a_draw_that_is_all_right_has_no_error_in_a_mean_that_is_not(tmp_path: Path, monkeypatch) -> None:
-    """The error of a mean of draws is that of the items' means, item by item, and what draws add."""
-    monkeypatch.setitem(simulated.TASK_LEVELS, "boolq", 0.37)
+def test_a_mean_of_draws_has_the_error_of_certainty_only_where_all_of_them_are_right(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Else its error is that of the items' means, item by item; and what draws add."""
+    monkeypatch.setitem(simulated.TASK_LEVELS, "boolq", 0.385)
     names = ("blockwise-s64-n512", "blockwise-s64-n128", "layerwise-s64-n512")
-    study = simulated_study(tmp_path, models=("alpha",), items=30, draws=dict.fromkeys(names, 3))
+    study = simulated_study(tmp_path, models=("alpha",), items=30, draws=dict.fromkeys(names, 3), draw_sd=0.005)
     found, mixed, whole = find(read_study([study], [])).models["alpha"], 0, 0
     between = found.draw_variances["acc_boolq"].variance / 3
     for name in names:
@@ -111,7 +113,7 @@ def test_a_draw_that_is_all_right_has_no_error_in_a_mean_that_is_not(tmp_path: P
         assert row["acc_boolq_stderr"] == pytest.approx(math.hypot(error, math.sqrt(between)))
         mixed += not certain and any(read_items(folder).loc["boolq"].all() for folder in own)
         whole += certain
-    assert mixed and not whole
+    assert mixed and whole
 
 
 def test_sizes_are_what_other_errors_of_the_task_tell(tmp_path: Path) -> None:

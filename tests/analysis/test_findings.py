@@ -11,10 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import METHODS, published_findings, simulated_findings, simulated_study, true_accuracy
+from tests.findings import METHODS, from_csv, published_findings, simulated_findings, simulated_study, true_accuracy
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import config_of
 from tune_prune.analysis.input.study import Study
+from tune_prune.analysis.render.page import render
+from tune_prune.analysis.render.paragraphs import paragraphs
+from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import RULES, Findings, ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
@@ -206,6 +209,56 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     assert not marked  # nothing was compared with the best
     with pytest.raises(UserError, match="needs a finite ppl, which no complete trial of alpha has"):
         find(Study({"alpha": blind}), "perplexity")
+
+
+@pytest.mark.parametrize(
+    ("unknown", "tied", "ruled_out", "share", "sentences"),
+    [
+        (
+            "blockwise-s32-n128",
+            ["taylor-s32-n128", "layerwise-s32-n128"],
+            {"taylor-s16-n4"},
+            "1 of 2",
+            "holds 2 configurations: besides it layerwise-s32-n128. These data do not show which of them is the best. One "
+            "configuration of unknown standard error was not compared with it. The other one is ruled out as the best: some",
+        ),
+        (
+            "taylor-s32-n128",
+            ["taylor-s32-n128"],
+            {"blockwise-s32-n128", "taylor-s16-n4"},
+            None,
+            "Standard errors are missing, so it cannot be tested against the others. Of the others, 2 are ruled out as the "
+            "best: for each, some",
+        ),
+    ],
+    ids=["in the middle", "at the top"],
+)
+def test_what_was_not_compared_is_neither_tied_nor_ruled_out(
+    tmp_path: Path, unknown: str, tied: list[str], ruled_out: set[str], share: str | None, sentences: str
+) -> None:
+    """Four configurations, one of which has lost the accuracy of a task and so its standard error."""
+    level = {("taylor", 32, 128): 0.63, ("layerwise", 32, 128): 0.628, ("blockwise", 32, 128): 0.36}
+    level[("taylor", 16, 4)] = 0.3
+    from_csv(tmp_path, {"M": lambda *key: level.get(key, math.nan)})
+    rows = pd.read_csv(tmp_path / "0.csv")
+    name = rows["method"] + "-s" + rows["seq_len"].astype(str) + "-n" + rows["num_samples"].astype(str)
+    rows.loc[name == unknown, "acc_boolq"] = math.nan
+    rows.to_csv(tmp_path / "0.csv", index=False)
+    findings = find(read_study([], [("M", tmp_path / "0.csv")]))
+    model = findings.models["M"]
+    assert model.eligible["name"].iloc[0] == "taylor-s32-n128" and len(model.eligible) == 4
+    assert (model.tied, model.ruled_out) == (tied, ruled_out)
+    assert model.eligible.set_index("name")["in_confidence_set"][unknown]
+    assert {row["share_of_runs"] for row in all_tables(findings)["optimal_configurations"].rows} == {share}
+    noise = [message.values["others"] for message in model.warnings if message.kind == "within_noise"]
+    assert noise == ([tied[1:]] if tied[1:] else [])
+    assert sentences in " ".join(paragraphs(findings)[0].split())
+    page, text = (" ".join(made.split()) for made in (render(findings, []), report(findings)))
+    assert ("<strong>1 other of 3</strong> is statistically tied with it" in page) == (share is not None)
+    assert ("Standard errors are missing, so it is open" in page) == (share is None)
+    assert "</span>others <span" in page and "</span>less accurate" not in page
+    assert ("1 of the other 2 with taylor-s32-n128, the most accurate" in text) == (share is not None)
+    assert ("not known: standard errors are missing" in text) == (share is None)
 
 
 def test_seed_decides_and_other_models_do_not(study: Study, findings: Findings) -> None:

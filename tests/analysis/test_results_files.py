@@ -185,9 +185,10 @@ def with_row_numbers(text: str) -> str:
         with_row_numbers(PLAIN).replace(",", ";").replace(".", ","),
         re.sub(r"(\d)\.(\d+)", r'"\1,\2"', PLAIN),
         PLAIN.replace("ppl", "perplexity"),
+        "sep=;\r\n" + PLAIN.replace(",", ";").replace(".", ","),
         "\ufeff" + PLAIN.replace("\n", "\r\n"),
     ],
-    ids=["row numbers", "empty column", "semicolons", "tabs", "decimal commas", "all", "quotes", "perplexity", "BOM"],
+    ids=["row numbers", "empty column", "semicolons", "tabs", "decimal commas", "all", "quotes", "perplexity", "sep", "BOM"],
 )  # fmt: skip
 def test_a_file_as_other_programs_write_it_is_read_as_the_plain_one(tmp_path: Path, text: str) -> None:
     (tmp_path / "plain.csv").write_text(PLAIN)
@@ -195,6 +196,22 @@ def test_a_file_as_other_programs_write_it_is_read_as_the_plain_one(tmp_path: Pa
     plain, other = (read_results_csv(tmp_path / f"{name}.csv", "M") for name in ("plain", "other"))
     pd.testing.assert_frame_equal(other.rows.drop(columns="where"), plain.rows.drop(columns="where"), check_exact=True)
     assert [problem.what for problem in other.problems] == [problem.what for problem in plain.problems]
+
+
+def test_a_decimal_point_in_a_text_leaves_decimal_commas_what_they_are(tmp_path: Path) -> None:
+    header, *rows = PLAIN.replace(",", ";").replace(".", ",").splitlines()
+    text = [f"{header};torch_version;torch", *(f"{row};2.6;2.6" for row in rows)]
+    (tmp_path / "plain.csv").write_text(PLAIN)
+    (tmp_path / "r.csv").write_text("\n".join(text))
+    plain, read = (read_results_csv(tmp_path / name, "M").rows for name in ("plain.csv", "r.csv"))
+    assert read["acc_mean"].tolist() == plain["acc_mean"].tolist() and read["ppl"].tolist() == plain["ppl"].tolist()
+    assert read["torch_version"].tolist() == ["2.6"] * 3 and read["torch"].tolist() == [2.6] * 3
+
+
+def test_lines_are_counted_from_the_separator_that_excel_states(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text(f"sep=,\n{SHORT},acc_mean\ntaylor,16,8,.5\ntaylor,32,8,x\n")
+    with pytest.raises(UserError, match=r"line 4, column acc_mean: 'x' is not a number"):
+        read_results_csv(tmp_path / "r.csv", "M")
 
 
 def test_a_complete_row_without_accuracy_is_complete_and_not_eligible(tmp_path: Path) -> None:
@@ -219,12 +236,13 @@ def test_a_mean_that_is_not_that_of_its_tasks_is_said(tmp_path: Path) -> None:
         "taylor,16,8,.9,.1,.2,.3,.4,.5,.6,.7",
         "taylor,32,8,.4,.1,.2,.3,.4,.5,.6,.7",
         "taylor,64,8,.4004,.1,.2,.3,.4,.5,.6,.7",
+        "taylor,128,8,.4,,.2,.3,.4,.5,.6,.7",  # one of its tasks is lost
     ]
     header = f"{SHORT},acc_mean,{tasks}\n"
     model = read_study([], [("M", csv(tmp_path, *rows, header=header))]).models["M"]
     (note,) = (text for text in said(model, "note") if "the mean of" in text)
     assert note.endswith(
-        "acc_mean of 1 of 3 rows is not the mean of their tasks (line 2: 0.9, and 0.4 by its tasks); it is taken as it is"
+        "acc_mean of 1 of 4 rows is not the mean of their tasks (line 2: 0.9, and 0.4 by its tasks); it is taken as it is"
     )
     for extra, mean in (("acc_own", ".475"), ("acc_own", ".4"), ("more", ".4")):  # over all tasks or the seven
         path = csv(tmp_path, f"taylor,16,8,{mean},.1,.2,.3,.4,.5,.6,.7,1.0", header=f"{header[:-1]},{extra}\n")

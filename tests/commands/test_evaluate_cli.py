@@ -102,7 +102,7 @@ def test_a_local_folder_with_local_data_and_a_note(
     assert (
         out.startswith("mine: ")
         and "bfloat16 on cpu" in out
-        and "on a text that is not WikiText-2 (text/wikitext2-raw.test.txt)" in out
+        and "on the text in text/wikitext2-raw.test.txt (not recognised as WikiText-2)" in out
     )
     assert re.search(
         r"^piqa +acc_norm +[\d.]+ +- +0.5000 +1 +-[\d.]+ +-$", out, re.MULTILINE

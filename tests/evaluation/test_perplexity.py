@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from tune_prune.core.errors import UserError
-from tune_prune.data.perplexity_text import WIKITEXT2, load_text, perplexity_fingerprint
+from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2, load_text, perplexity_fingerprint
 from tune_prune.evaluation.perplexity import PerplexityResult, perplexity, windows_at_once
 
 LIMIT = 32
@@ -145,7 +145,21 @@ def test_wikitext2_is_the_text_that_others_measure():
     tokenizer = GPT2TokenizerFast.from_pretrained(DATA / "models" / "gpt2-tokenizer")
     # The number of tokens in transformers' documentation of GPT-2's perplexity on WikiText-2.
     assert len(tokenizer(load_text(str(DATA), embedded=False), verbose=False).input_ids) == 287644
-    assert perplexity_fingerprint(str(DATA), embedded=False) == WIKITEXT2
+    assert perplexity_fingerprint(str(DATA), embedded=False) == WIKITEXT2[0]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no real text at {DATA} (set TUNE_PRUNE_DATA)")
+def test_wikitext2_is_recognised_whatever_blanks_stand_at_its_end(tmp_path):
+    published = (DATA / TEXT_FILE).read_bytes()
+    end = published.rstrip()
+    (tmp_path / "text").mkdir()
+    found = []
+    for content in (published, published + b"\n", end + b" \n", end + b"\n", end, end.lstrip()):
+        (tmp_path / TEXT_FILE).write_bytes(content)
+        found.append(perplexity_fingerprint(str(tmp_path), embedded=False))
+    assert tuple(found) == WIKITEXT2
+    (tmp_path / TEXT_FILE).write_bytes(published[:-100])
+    assert perplexity_fingerprint(str(tmp_path), embedded=False) not in WIKITEXT2
 
 
 def test_a_text_that_cannot_be_had_is_named(tmp_path, monkeypatch):

@@ -71,10 +71,11 @@ def test_right_choices_log_probability_tells_apart_what_accuracy_cannot(searched
     for tied_value, by in ((-1.0, "gold_logprob_mean"), (float("nan"), "acc_mean")):
         rows = found.eligible.assign(gold_logprob_mean=-np.arange(18.0)[::-1])  # the least accurate has the highest
         rows.loc[rows["name"] == found.tied[0], "gold_logprob_mean"] = tied_value
-        measured = SimpleNamespace(model=found.model, eligible=rows, tied=found.tied)
+        rows.loc[rows.index[-1], "in_confidence_set"] = True  # of unknown error, and so not ruled out
+        measured = SimpleNamespace(model=found.model, eligible=rows)
         (trained,), keys = recoveries.choose(plan, SimpleNamespace(models={name: measured}), given)
-        order = rows.sort_values(by, ascending=False)["name"]
-        assert list(trained.configurations) == [one for one in order if one in set(found.tied)][:3]
+        order, possible = rows.sort_values(by, ascending=False)["name"], {*found.tied, rows["name"].iloc[-1]}
+        assert list(trained.configurations) == [one for one in order if one in possible][:3]
         assert trained.by == by and ("log-probability" in str(trained)) == (by != "acc_mean") and keys
 
 

@@ -17,7 +17,7 @@ from tune_prune.cli.resources_text import (
     resources_line,
     unseen_gpu_lines,
 )
-from tune_prune.core.config import ModelRun, alignment, group_labels
+from tune_prune.core.config import OTHER_TEXT, ModelRun, alignment, group_labels
 from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
 from tune_prune.core.store import Location, ObjectPath
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
@@ -134,7 +134,7 @@ def _search(plan: Plan) -> str:
 def perplexity_text_of(run: ModelRun) -> str:
     """What perplexity is measured on, in words."""
     texts = {"embedded": "the embedded text", "wikitext2": "WikiText-2 test"}
-    text = texts.get(perplexity_text_name(run), f"a text that is not WikiText-2 ({TEXT_FILE})")
+    text = texts.get(perplexity_text_name(run), OTHER_TEXT.format(file=TEXT_FILE))
     return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
 
 

@@ -46,6 +46,10 @@ MAX_LABEL = 100  # letters; folders and files are named by labels, with more beh
 PROTOCOL_VERSION = 2
 
 
+# The perplexity text of a user's file: its fingerprint is none of WikiText-2, which a few other blanks would change, too
+OTHER_TEXT = "the text in {file} (not recognised as WikiText-2)"
+
+
 def reads_embedded_data(model: str, data_dir: str | None) -> bool:
     """Whether a run of `model` has the embedded tasks and perplexity text: one of an embedded model without a --data-dir, and of
     what was pruned from one (EMBEDDED_DATA)."""

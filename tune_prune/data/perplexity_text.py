@@ -12,7 +12,14 @@ from tune_prune.models import hub
 
 HUB_TEXT = "Salesforce/wikitext"  # repository
 TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"
-WIKITEXT2 = "696cca6b65a171b0"  # fingerprint of a file that holds WikiText-2 raw test
+WIKITEXT2 = (  # fingerprints of a file that holds WikiText-2 raw test
+    "696cca6b65a171b0",  # as it is published
+    "e830766ee3e654d8",  # with a newline more
+    "5521a8cf570f1f11",  # without the blank line at its end
+    "47c7341c2cc02c25",  # without blanks at its end, but a newline
+    "6d59571a644c64f7",  # without any
+    "f7676358a2533819",  # nor at its beginning
+)
 
 
 def load_text(data_dir: str | None, embedded: bool) -> str:

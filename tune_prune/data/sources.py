@@ -43,7 +43,7 @@ def perplexity_text_name(run: ModelRun) -> str:
     """What the perplexity text of `run` is by its content: embedded, wikitext2, other. Raises UserError where it is missing."""
     if uses_embedded_data(run):
         return "embedded"
-    return "wikitext2" if run.data_dir is None or Contents(run).text == perplexity_text.WIKITEXT2 else "other"
+    return "wikitext2" if run.data_dir is None or Contents(run).text in perplexity_text.WIKITEXT2 else "other"
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,10 @@ def choose(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list
     """What is trained by the `findings` of what was `given` (trial keys), and the keys of those trials."""
     chosen, keys = [], set()
     for found in findings.models.values():
-        tied = found.eligible[found.eligible["name"].isin(list(found.tied))]
+        tied = found.eligible[found.eligible["in_confidence_set"]]
         by = GOLD if GOLD in tied and tied[GOLD].notna().all() else "acc_mean"
         best = tied.sort_values(by, ascending=False, kind="stable").head(plan.settings.recover)
-        chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(found.tied), by))
+        chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(tied), by))
         for model in plan.models:
             by_key = {key: config for config, key in model.trials}
             untrained = {config: key for key, config in by_key.items()}

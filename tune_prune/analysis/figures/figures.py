@@ -234,8 +234,8 @@ def _styles(models: Mapping[str, ModelFindings]) -> dict[str, dict[str, Any]]:
 
 
 def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, styles: Mapping[str, dict[str, Any]]) -> None:
-    """The configurations at `x` and acc_mean, the best ringed; what has no finite `x` is counted in the panel. Filled:
-    statistically tied with the most accurate (where that is known)."""
+    """The configurations at `x` and acc_mean, the best ringed; what has no finite `x` is counted in the panel. Hollow:
+    less accurate than some other (95%, where that is known)."""
     finite, worse, accuracy = np.isfinite(x), ~model.eligible["in_confidence_set"], model.eligible["acc_mean"]
     hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "markeredgewidth": 0.8}
     for method, style in styles.items():

@@ -42,6 +42,7 @@ _OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
 _NAMES = OLDER_NAMES | {"perplexity": "ppl"}
 _SEPARATORS = (",", ";", "\t")
+_SEPARATOR_LINE = re.compile(r"sep=[,;\t]\r?\n", re.I)
 _DECIMAL_POINT, _DECIMAL_COMMA = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?", re.I), re.compile(r"-?\d+,\d+(e[+-]?\d+)?", re.I)
 _MEAN_ROUNDED = 1.5e-3  # what accuracies of three digits leave open of their mean, at most
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
@@ -138,29 +139,32 @@ def _trial_folder(folder: Location, name: object) -> object:
 def _cells(path: Location) -> pd.DataFrame:
     """The text of every cell, without blanks around it; the index says in which line of the file each row begins.
 
-    Columns are separated by what separates the names in the first line: commas, semicolons or tabs. Decimal commas are points where
-    no number has a point. A column without a name is left out where it is the first, as that of row numbers which pandas writes,
-    or empty.
+    Columns are separated by what separates the names in the first line: commas, semicolons or tabs. A line `sep=;` before it, as
+    Excel has it, is left out. Decimal commas are points where no column that must be numbers has a point. A column without a name
+    is left out where it is the first, as that of row numbers which pandas writes, or empty.
     """
-    records, line = {}, 1
+    records, first, line = {}, 1, 1
     try:
         with open_file(path) as file:
             text = utf8_text(file.read(), path, newline="")
+        stated = _SEPARATOR_LINE.match(text)
+        if stated:
+            text, first, line = text[stated.end() :], 2, 2
         separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
         reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
         for record in reader:
             records[line] = [from_cell(cell.strip()) for cell in record]
-            line = reader.line_num + 1
+            line = first + reader.line_num
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read as CSV ({error}); correct it") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {RESULTS}") from error
-    header = records.pop(1, [])
+    header = records.pop(first, [])
     if not any(header):
         raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
     header = [_NAMES[name] if _NAMES.get(name, name) not in header else name for name in header]
     if twice := [name for name in header if name and header.count(name) > 1]:
-        raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
+        raise UserError(f"{path}, line {first} names the column {twice[0]!r} twice; keep one")
     records = {line: cells for line, cells in records.items() if any(cells)}
     for line, cells in records.items():
         if len(cells) != len(header):
@@ -170,12 +174,15 @@ def _cells(path: Location) -> pd.DataFrame:
             )
     for place in [place for place, name in enumerate(header) if not name][::-1]:
         if place and (full := [line for line, cells in records.items() if cells[place]]):
-            raise UserError(f"{path}, line 1: column {place + 1} has no name, and a value in line {full[0]}; name it")
+            raise UserError(
+                f"{path}, line {first}: column {place + 1} has no name, and a value in line {full[0]}; name it"
+            )
         del header[place]
         for cells in records.values():
             del cells[place]
     cells = pd.DataFrame.from_dict(records, orient="index", columns=header, dtype="object")
-    if cells.map(_DECIMAL_POINT.fullmatch).notna().to_numpy().any():
+    numbers = cells[[name for name in cells if _is_number(name)]]
+    if numbers.map(_DECIMAL_POINT.fullmatch).notna().to_numpy().any():
         return cells
     return cells.map(lambda cell: cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell)
 
@@ -186,7 +193,7 @@ def _check_means(rows: pd.DataFrame, note: Callable[[str], None]) -> None:
     seven = [name for name in tasks if name in ACCURACIES]
     if 0 < len(seven) < len(ZERO_SHOT_TASKS):
         return
-    means = [rows[names].mean(axis=1) for names in (tasks, seven)]
+    means = [rows[names].mean(axis=1, skipna=False) for names in (tasks, seven)]
     apart = pd.concat([(rows["acc_mean"] - mean).abs() for mean in means], axis=1).min(axis=1) > _MEAN_ROUNDED
     if apart.any():
         line = apart.idxmax()
@@ -200,12 +207,17 @@ def _wrong(path: Location, line: object, column: str, what: str) -> UserError:
     return UserError(f"{path}, line {line}, column {column}: {what}; correct it")
 
 
+def _is_number(name: str) -> bool:
+    """Whether a column must be numbers."""
+    return name not in TEXTS and (name in COLUMNS or name.startswith("acc_"))
+
+
 def _values(path: Location, cells: pd.Series) -> pd.Series:
     """A column in its type, None or NaN where a cell is empty; a column that we do not know is numbers if it can be."""
     name = str(cells.name)
     if name in TEXTS:
         return cells.where(cells != "", None).astype("str")
-    numeric = name in COLUMNS or name.startswith("acc_")
+    numeric = _is_number(name)
     values: list[float | bool | None] = []
     for line, cell in cells.items():
         if name == "success":

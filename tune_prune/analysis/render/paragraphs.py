@@ -23,7 +23,7 @@ from tune_prune.analysis.statistics.rules import BY_TEXT
 from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
-from tune_prune.core.config import ZERO_SHOT_METRIC, reads_embedded_data
+from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.terminal.escapes import markdown
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import texts_of
@@ -49,7 +49,7 @@ _ASKED = {"calibration", "data_dir", "dtype", "model", "protocol", "revision", "
 _FILE = "text/wikitext2-raw.test.txt"  # of the user's data, whatever is in it
 _TEXTS = {
     "wikitext2": "the test split of WikiText-2 [@merity2017wikitext]",
-    "other": f"a text that is not WikiText-2 ({_FILE})",
+    "other": OTHER_TEXT.format(file=_FILE),
     "unknown": f"the text in {_FILE}",
     "embedded": "the text embedded in tune_prune",
 }  # that perplexity is measured on

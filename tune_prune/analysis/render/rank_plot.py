@@ -19,6 +19,7 @@ def rank_plot(found: ModelFindings) -> dict[str, Any]:
     points  of each configuration x, y, low and high (one standard error to either side; None: not known), style (a CSS class),
             title; the one last drawn stands in front
     ticks   y and its accuracy
+    far     what the style "far" says of a point
     dense   y of the dense model, None where it is not known
     text    the drawing in words
     """
@@ -47,7 +48,8 @@ def rank_plot(found: ModelFindings) -> dict[str, Any]:
         place = y(value)
         if place is not None and all(abs(place - other) >= _APART for other in ticks):
             ticks[place] = messages.acc(value)
+    far = "others" if rows["p_value"].isna().any() else "less accurate"  # what was not compared is only not known to be
     text = f"Accuracy of {len(rows)} configurations by rank, from {messages.acc(accuracy.min())} to {messages.acc(accuracy.max())}"
     if math.isfinite(dense):
         text += f"; the dense model has {messages.acc(dense)}"
-    return {"points": points, "ticks": ticks, "dense": y(dense), "text": text}
+    return {"points": points, "ticks": ticks, "far": far, "dense": y(dense), "text": text}

@@ -125,7 +125,7 @@ class Comparison:
 
     @property
     def in_confidence_set(self) -> np.ndarray:
-        """Which are statistically tied with the best, at 95% for all together; one of unknown error always is."""
+        """Which may still be the best, at 95% for all together; one of unknown error always may."""
         return ~(self.p_value <= 0.05)
 
     def half_width(self, row: int, other: int | None = None) -> float:

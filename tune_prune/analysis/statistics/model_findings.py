@@ -44,7 +44,7 @@ class ModelFindings:
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples), `measured_apart`; difference_points, difference_stderr_points (own
     # minus the most accurate's), p_value (chance of a gap to the best as large as this if this were the best; corrected for
-    # all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best), draws (how many it
+    # all configurations), in_confidence_set (p_value above 0.05 or unknown: it may still be the best), draws (how many it
     # is the mean of), draw_share (`draws.configurations`), draw_stderr (the part of acc_mean_stderr that these make; NaN where it
     # is unknown), margin_points (`rules`)
     eligible: pd.DataFrame
@@ -87,13 +87,27 @@ class ModelFindings:
 
     @cached_property
     def tied(self) -> list[str]:
-        """Names of the configurations that are statistically tied with the most accurate (95%), itself among them."""
-        return self.eligible.loc[self.eligible["in_confidence_set"], "name"].tolist()
+        """Names of the most accurate and of those that were compared with it and are statistically tied with it (95%). One of
+        unknown error was not compared: it is neither among them nor in `ruled_out`."""
+        first = self.eligible["name"].iloc[0]
+        return [first, *(name for name in self.eligible["name"] if name in self.marked and name != first)]
 
     @cached_property
     def marked(self) -> set[str]:
-        """Those of `tied` that tables and figures mark: one of unknown error was not compared, and is only not ruled out."""
-        return set(self.eligible.loc[self.eligible["p_value"] > 0.05, "name"])
+        """Those of `tied` that tables and figures mark: none where the most accurate is itself of unknown error."""
+        p_value = self.eligible["p_value"]
+        return set() if math.isnan(p_value.iloc[0]) else set(self.eligible.loc[p_value > 0.05, "name"])
+
+    @cached_property
+    def ruled_out(self) -> set[str]:
+        """Names of the configurations that some other one is better than (95%)."""
+        return set(self.eligible.loc[self.eligible["p_value"] <= 0.05, "name"])
+
+    @property
+    def compared(self) -> int:
+        """How many others were compared with the most accurate: those of known error, none where its own is unknown."""
+        p_value = self.eligible["p_value"]
+        return 0 if math.isnan(p_value.iloc[0]) else int(p_value.count()) - 1
 
     @cached_property
     def edges(self) -> list[tuple[str, float, str]]:
@@ -283,8 +297,7 @@ class ModelFindings:
         for factor, value, side in self.edges:
             yield Message(f"edge_{side}", {"factor": factor, "value": value})
         first = eligible["name"].iloc[0]
-        others = [name for name in self.tied if name != first]
-        if others and self.basis != "unknown":
+        if others := self.tied[1:]:
             points = -float(self.named(others[0])["difference_points"])
             yield Message("within_noise", {"best": first, "others": others, "points": points})
         if fit is not None and fit.naive - fit.corrected > fit.stderr:
@@ -292,7 +305,7 @@ class ModelFindings:
         if self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:
             yield Message("ppl_disagrees", {"best": first, "best_ppl": self.chosen["perplexity"][0]})
         by_mean, by_max = self.methods.index[0], eligible["method"].iloc[0]
-        if self.methods.loc[by_max, "p_below"] <= 0.05 and self.methods.loc[by_mean, "best"] not in self.tied:
+        if self.methods.loc[by_max, "p_below"] <= 0.05 and self.methods.loc[by_mean, "best"] in self.ruled_out:
             yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
         expected = grid_size(rows)
         if len(eligible) < expected:

@@ -79,7 +79,7 @@ def best_configurations(findings: Findings) -> Table:
             "retained": found.retained(found.best["acc_mean"]),
             "confidence_set": tied,
             "complete": len(found.eligible),
-            "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.eligible) - 1}",
+            "share_of_runs": f"{tied - 1} of {found.compared}" if found.compared else None,
         }
         rows.append(configuration(found, found.best) | values)
     columns = [

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.core.config import ZERO_SHOT_METRIC, reads_embedded_data
+from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import number
 from tune_prune.core.terminal.escapes import markdown, markdown_code
 from tune_prune.core.values.measures import wilson_interval, wilson_items
@@ -88,11 +88,12 @@ def measured_on(manifest: Manifest) -> str:
     own_data = reads_embedded_data(source.model, source.data_dir)
     if own_data:
         text = "the perplexity text embedded in tune_prune"
-    elif source.data_dir is None or (manifest.measured_on and manifest.measured_on.text == WIKITEXT2):
+    elif source.data_dir is None or (manifest.measured_on and manifest.measured_on.text in WIKITEXT2):
         text = "the raw WikiText-2 test split"
     else:
-        text = "the text" if manifest.measured_on is None else "a text that is not WikiText-2,"
-        text += f" in {markdown_code(str(TEXT_FILE))}"
+        text = ("the text in {file}" if manifest.measured_on is None else OTHER_TEXT).format(
+            file=markdown_code(str(TEXT_FILE))
+        )
     if protocol.perplexity_tokens is not None:
         text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
     count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
