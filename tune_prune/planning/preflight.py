@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -76,12 +77,8 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         nodes, gpus = _of_card(settings, card) if card else _nodes(settings, told)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
-
-        def fast() -> bool:  # asked for models whose weights are stored in fewer than 32 bits
-            if on_gpu or told:
-                return all(one.bfloat16 for one in (gpus if on_gpu else [node for node in told if node.runs_trials]))
-            return devices.fast_at_bfloat16(device)
-
+        gains = [one.bfloat16 for one in (gpus if on_gpu else [node for node in told if node.runs_trials])]
+        fast = partial(all, gains) if on_gpu or told else partial(devices.fast_at_bfloat16, device)
         # The run's text is the one of the flag or, where only the space names some, the first of those.
         asked = replace(settings, calibration=settings.calibration or space.values["calibration"][0])
         models = tuple(_plan_model(asked, space, name, device, fast, store, card) for name in settings.models)
