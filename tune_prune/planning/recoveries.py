@@ -65,7 +65,10 @@ def choose(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list
     for found in findings.models.values():
         tied = found.eligible[found.eligible["name"].isin(list(found.tied))]
         by = GOLD if GOLD in tied and tied[GOLD].notna().all() else "acc_mean"
-        best = tied.sort_values(by, ascending=False, kind="stable").head(plan.settings.recover)
+        ordered = (
+            tied.sort_values(GOLD, ascending=False, kind="stable") if by == GOLD else tied
+        )  # the most accurate first
+        best = ordered.head(plan.settings.recover)
         chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(found.tied), by))
         for model in plan.models:
             by_key = {key: config for config, key in model.trials}
