@@ -110,6 +110,7 @@ class Subject:
     name: str
     location: str
     data: str | None  # None: the embedded tasks and texts
+    dtype: str = "float32"
 
     def run(self, tasks: tuple[str, ...] = ZERO_SHOT_TASKS, limit: int | None = None, **protocol: Any) -> ModelRun:
         if self.data is None:
@@ -122,7 +123,7 @@ class Subject:
             data_dir=self.data,
             protocol=EvaluationProtocol(tasks=tasks, limit=limit, **protocol),
             seed=0,
-            dtype="float32",
+            dtype=self.dtype,
         )
 
 
@@ -203,6 +204,11 @@ def benchmark_parser(
         p.add_argument("--threads", type=COUNT, default=cpus(), metavar="N", help="of torch (default: %(default)s)")
     p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
     return p
+
+
+def add_dtype(p: argparse.ArgumentParser) -> None:
+    """--dtype, of weights and activations on both sides."""
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
 
 
 def counts(text: str) -> tuple[int, ...]:

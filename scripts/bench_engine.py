@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from bench_common import (
     FROM_ZERO,
     HELLASWAG_ROWS,
     Subject,
+    add_dtype,
     benchmark_parser,
     counts,
     median_times,
@@ -101,7 +103,7 @@ class Hflm:
 def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
     """Tokens, seconds and answers of both engines on the tasks of one model."""
     limit = args.limit or None
-    loaded = loading.load_model(catalog.resolve(subject.location), torch.float32, "cpu")
+    loaded = loading.load_model(catalog.resolve(subject.location), getattr(torch, subject.dtype), "cpu")
     alone, left_out = _suites(subject, args.tasks, limit, loaded)
     if not alone:
         raise UserError("; ".join(left_out.values()))
@@ -282,15 +284,22 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "--batch-sizes", type=counts, default=(1, 2, 4, 8, 16, 32, 64), metavar="A,B",
         help="of HFLM, the best of which is found for every task (default: %(default)s)",
     )  # fmt: skip
+    add_dtype(p)
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
     results = []
     with tempfile.TemporaryDirectory() as work:
         for name in args.model:
-            result = measure(subject(name, Path(work)), args, Path(work))
+            result = measure(replace(subject(name, Path(work)), dtype=args.dtype), args, Path(work))
             results.append(result | {"all": totals(result)})
             print(report(result), end="\n\n", flush=True)
-    values = {"benchmark": "engine", "limit": args.limit, "repeats": args.repeats, "models": results}
+    values = {
+        "benchmark": "engine",
+        "dtype": args.dtype,
+        "limit": args.limit,
+        "repeats": args.repeats,
+        "models": results,
+    }
     write_json(args.output, values)
     return values
 

@@ -37,11 +37,12 @@ from torch.profiler import ProfilerActivity, profile
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.process.ending import exit_code
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.tokens import SAMPLED_ITEMS, zero_shot_tokens
+from tune_prune.cost_model.tokens import SAMPLED_ITEMS, suite_tokens
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine.prefix_trees import score_planned
+from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.statistics import Need, load_statistic, statistic_names
@@ -121,8 +122,8 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     window = min(run.protocol.perplexity_window, loaded.max_length)
     reported = calibration.tokenize(loaded.tokenizer, perplexity_text.load_text(run.data_dir, uses_embedded_data(run)))
     reported = reported[:window]
-    items = zero_shot_tokens(loaded.tokenizer, run.protocol, task_source(run)).rows
-    assert items is not None, "tasks of the benchmarks are files"
+    items = suite_tokens(build_suite(loaded.tokenizer, run.protocol, task_source(run), loaded.max_length)).rows
+    assert items is not None
     everything = (*items.plain, *items.trees)
 
     calls: dict[str, Callable[[], Any]] = {

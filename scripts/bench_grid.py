@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import COUNT, FROM_ZERO, Subject, benchmark_parser, sizes_of, subject, table, write_json
+from bench_common import COUNT, FROM_ZERO, Subject, add_dtype, benchmark_parser, sizes_of, subject, table, write_json
 from bench_passes import removal_kinds
 
 from tune_prune.cli.flags import task_names
@@ -66,8 +66,8 @@ def run_search(
     """Seconds of the search's process, which has `more` flags, and the metrics of its trials by configuration name."""
     command = [sys.executable, "-m", "tune_prune.search", "--model", subject.location]
     command += ["--search-space", args.search_space, "--storage-path", str(storage), "--name", "grid"]
-    command += ["--tasks", ",".join(args.tasks), "--pruning-ratio", str(args.pruning_ratio)]
-    command += ["--dtype", "float32", "--gpus-per-trial", "0", "--cpus-per-trial", "1"]
+    command += ["--tasks", ",".join(args.tasks), "--pruning-ratio", str(args.pruning_ratio), "--shape", "free"]
+    command += ["--dtype", subject.dtype, "--gpus-per-trial", "0", "--cpus-per-trial", "1"]
     command += ["--limit", str(args.limit)] if args.limit else []
     command += ["--data-dir", subject.data] if subject.data else []
     command += more
@@ -136,7 +136,7 @@ def published_trial(order: dict[str, Any]) -> None:
     config, folder = PruningConfig.from_dict(order["config"]), Path(order["folder"])
     tasks = tuple(order["tasks"])
     run = Subject(**order["subject"]).run(tasks, order["limit"] or None)
-    loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
+    loaded = loading.load_model(catalog.resolve(run.model), getattr(torch, run.dtype), "cpu")
     text = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
     windows = calibration.windows(text, config.seq_len, config.num_samples, run.seed)
     few = config.num_removal_samples
@@ -330,6 +330,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "--inline", dest="more", action="store_const", const=["--inline"], default=[], help="search without Ray"
     )
     p.add_argument("--published-trial", type=Path, help=argparse.SUPPRESS)
+    add_dtype(p)
     args = p.parse_args(argv)
     if args.published_trial is not None:
         published_trial(json.loads(args.published_trial.read_text(encoding="utf-8")))
@@ -337,9 +338,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as work:
         results = []
         for name in args.model:
-            results.append(measure(subject(name, Path(work), args.limit), args, Path(work)))
+            results.append(measure(replace(subject(name, Path(work), args.limit), dtype=args.dtype), args, Path(work)))
             print(report(results[-1]), end="\n\n", flush=True)
-    values = {"benchmark": "grid", "limit": args.limit, "models": results}
+    values = {"benchmark": "grid", "dtype": args.dtype, "limit": args.limit, "models": results}
     write_json(args.output, values)
     return values
 

@@ -46,6 +46,7 @@ from tune_prune.core.values.hyperparameters import OLDER_NAMES, renamed
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",
     "command", "created_at", "updated_at", "output_dir", "search_id", "torch_version", "device_name",
+    "transformers_version", "method_code",
     "checksum", "files",
 )  # fmt: skip
 SHOWN = 12

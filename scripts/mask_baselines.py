@@ -185,7 +185,7 @@ def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     if unknown := [name for name in asked if name not in MASKS]:
         raise UserError(f"--masks names {', '.join(unknown)}; there are {', '.join(MASKS)}")
     dense = tune_prune.open(
-        args.model, data_dir=args.data_dir, seed=args.seed, perplexity_tokens=args.perplexity_tokens
+        args.model, data_dir=args.data_dir, seed=args.seed, dtype="float32", perplexity_tokens=args.perplexity_tokens
     )
     source, embedded = catalog.resolve(args.model, None), uses_embedded_data(dense.run)
     text = calibration.resolve(args.calibration, dense.run.data_dir, source.kind == "embedded")

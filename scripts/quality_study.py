@@ -9,9 +9,9 @@ The searches are those of scripts/quality_study.yaml, each a command of tune_pru
 them can be run by hand or on another machine that shares --storage-path. The same command again goes on where it was interrupted:
 a finished trial is never run again, and searches share statistics of calibration samples and the dense model's measures.
 
-Further flags go to every search: --inline, --dtype float32, --gpus-per-trial 0.1, ... A table is printed, and written to --output
-as JSON, as soon as its searches are done, and what its record says otherwise: another machine rounds otherwise, and of two
-near-equal channels the other one goes (docs/quality.md).
+Further flags go to every search: --inline, --gpus-per-trial 0.1, ... (--dtype is float32, as in the records). A table is printed,
+and written to --output as JSON, as soon as its searches are done, and what its record says otherwise: another machine rounds
+otherwise, and of two near-equal channels the other one goes (docs/quality.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import questions_text
 import yaml
 from quality_table import markdown, rows_of
-from study_smollm2 import ROOT, command, ended, folder, names_of
+from study_smollm2 import ROOT, as_recorded, command, ended, folder, names_of
 
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import atomic_write_text, to_json
@@ -44,7 +44,7 @@ class Study:
 
     def __init__(self, args: argparse.Namespace, more: list[str]) -> None:
         """Raises UserError for a table that the study does not have, and for other items than its own."""
-        self.args, self.more = args, more
+        self.args, self.more = args, [*more, *as_recorded(more)]
         self.study = STUDIES[args.study]
         self.data = ["--data-dir", args.data_dir] if args.data_dir else []
         self.results = Path(args.storage_path).absolute()

@@ -58,7 +58,7 @@ class Study:
         flags += ["--data-dir", args.data_dir] if args.data_dir else []
         flags += ["--limit", args.limit] if args.limit else []
         flags += ["--perplexity-tokens", args.perplexity_tokens] if args.perplexity_tokens else []
-        self.flags = [*map(str, flags), *more]
+        self.flags = [*map(str, flags), *more, *as_recorded(more)]
 
     def folder(self, step: str) -> Path:
         return self.results / self.name(step)
@@ -156,6 +156,11 @@ def published(path: Path) -> str:
         writer.writeheader()
         writer.writerows(row | dict.fromkeys(OF_MACHINE, "") for row in reader)
     return text.getvalue()
+
+
+def as_recorded(more: list[str]) -> list[str]:
+    """The data type that the records of docs/studies were made in, unless the further flags name one."""
+    return [] if any(word.startswith("--dtype") for word in more) else ["--dtype", "float32"]
 
 
 def command(name: str, *flags: str) -> None:

@@ -15,6 +15,7 @@ This module imports nothing heavy: torch is imported with the first model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,8 @@ def open(
     data_dir     task and text files for machines without a hub (docs/data.md)
     trust_tasks  whether task files of data_dir may run code; else they are read as data, and refused where they are more
     seed         of calibration samples, of the order of test items and of random scores; from 0 to 2**32 - 1
-    dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 on a GPU that has it,
-                 else float32
+    dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 where they are stored in
+                 16 bits or fewer and the device is faster in it, else float32
     device       auto (a GPU if there is one), cpu or cuda
     perplexity_window    length in tokens of the windows that the perplexity text is cut into, shortened to the model's limit;
                  None: 2048, of an embedded model 128 (the length it was trained on), of a pruned checkpoint as recorded
@@ -80,7 +81,8 @@ def open(
         raise UserError(f"memory is {memory!r}, in bytes; it must be {whole}, or a text such as 20GiB")
     from tune_prune.core.process.machine import parse_size
     from tune_prune.data import calibration as texts  # imports torch
-    from tune_prune.models.loading import pick_device, usual_dtype
+    from tune_prune.models import loading
+    from tune_prune.models.runner.devices import fast_at_bfloat16
     from tune_prune.opened import Model
     from tune_prune.planning.plan import SearchSettings
     from tune_prune.planning.resolve import model_run
@@ -89,7 +91,7 @@ def open(
         limit = parse_size(memory) if isinstance(memory, str) else memory
     except ValueError as error:
         raise UserError(f"memory: {error}") from None
-    device = pick_device(device)
+    device = loading.pick_device(device)
     settings = SearchSettings(
         (name,),
         revision=revision,
@@ -99,7 +101,10 @@ def open(
         seed=seed,
         perplexity_tokens=perplexity_tokens,
     )
-    run = model_run(settings, name, source, dtype or usual_dtype(device))
+    if dtype is None:
+        stored = loading.stored_as(source, loading.load_config(source))
+        dtype = loading.default_dtype(stored, partial(fast_at_bfloat16, device))
+    run = model_run(settings, name, source, dtype)
     if calibration is not None:
         calibration = texts.resolve(calibration, run.data_dir, source.kind == "embedded")
     return Model(run, device, calibration, perplexity_window, limit, None if base is None else str(base))
@@ -152,7 +157,7 @@ def search(
     objective       what optuna looks for, and what the best is chosen by: accuracy, perplexity, gold_logprob (log-probability of
                     right choices) or kl (to the dense model)
     pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2
-    shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else free
+    shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else by the model's size
     revision, calibration, data_dir, trust_tasks, seed, dtype, perplexity_window, perplexity_tokens    as for `open`; the seed is
                     the sampler's, too
     seeds           draws of calibration samples, on each of which every configuration is measured; None: as the space says, else

@@ -27,10 +27,10 @@ from tune_prune.core.store import Location
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory, choose_within, on_this_machine
 from tune_prune.cost_model.workload import LONGEST_ROW, passes_of, recipe_passes
-from tune_prune.data import calibration, perplexity_text
-from tune_prune.data.sources import uses_embedded_data
+from tune_prune.data import calibration
+from tune_prune.data.sources import Contents
 from tune_prune.evaluation.evaluation import Evaluation
-from tune_prune.models import catalog, loading, weight_files
+from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
@@ -85,8 +85,7 @@ class Model:
         self.run, self.label, self.params = run, run.label, self.geometry.total_params
         self.gguf, self.found_as = self._source.gguf, self._source.found_as
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
-        if self._source.kind != "hub":
-            weight_files.check_weights(Path(self._source.location), loading.meta_model(self.hf_config))
+        loading.check_weights(self._source, self.hf_config)
         self._calibration, self._memory, self._base = calibration, memory, base
         self._loaded: LoadedModel | None = None
         self._fallback = Fallback()
@@ -115,7 +114,7 @@ class Model:
         normalization: str | None = None,
         layer_cap: float | None = None,
         steps: int | None = None,
-        shape: str = "free",
+        shape: str | None = None,
         align: int | None = None,
         compensation: str = "none",
         damping: float | None = None,
@@ -134,7 +133,8 @@ class Model:
         removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
         removal_power, normalization, layer_cap    how much each layer gives (docs/methods.md, "Selection"); None: 1, none and 1
         steps            in which the groups are removed, with statistics of what is left taken again between them; None: 1
-        shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform
+        shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform, the
+                         same in every layer; None: free, from 1B parameters on aligned
         compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
         damping, refit_tokens    of a refit: how strongly it keeps to the old weights, its calibration tokens; None: 0.1, 16,384
         recovery         none, or lora: adapters are trained and merged; recovery_steps, _rate and _rank None: 100, 0.001 and 8
@@ -190,8 +190,7 @@ class Model:
 
     def way_to_measure(self, run: ModelRun, removed_params: int | None = None, kl: bool = False) -> Residency:
         """The same while it is measured, or a copy without so many parameters; with `kl` beside its base model."""
-        text = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
-        tokens = len(calibration.tokenize(self.tokenizer, text)[: run.protocol.perplexity_tokens])
+        tokens = len(Contents(run).perplexity_tokens(self.tokenizer, self.hf_config.vocab_size))
         positions = self.hf_config.max_position_embeddings
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
         measured, itemsize = partial(self._shapes.evaluation, removed_params, *read), self._shapes.itemsize

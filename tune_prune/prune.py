@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format
     from tune_prune.cli.prune_request import PruneRequest
+    from tune_prune.core.records import StageReport
     from tune_prune.opened import Model
 
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
@@ -156,17 +157,27 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
         from tune_prune.checkpoint.gguf.architecture import check_shape
 
         check_shape(dense.hf_config, request.config.shape)
-    say(f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters")
+    config = request.config
+    # A refit and a training read a text, too, of which the name tells
+    read = HYPERPARAMETERS if config.changes_weights else load_method(config.method).hyperparameters
+    say(f"{request.run.label}: {config.named(read)}, {config.pruning_ratio:.0%} of all parameters")
     if dense.found_as:
         say(f"weights      {dense.found_as}")
-    pruned = dense.execute(
-        request, lambda stage: say(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s")
-    )
+    pruned = dense.execute(request, lambda stage: say(f"{stage.stage:<12} {_taken(stage)}"))
     searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
-    how, plan = searched or f"computed (calibration: {request.run.of(request.config).calibration})", pruned.plan
+    text = f"calibration: {request.run.of(config).calibration}" if "calibration" in read else "it reads no text"
+    how, plan = searched or f"computed ({text})", pruned.plan
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
     say(f"plan         {how}: {removed}")
     return pruned.save(folder, fmt, **options)
+
+
+def _taken(stage: StageReport) -> str:
+    """What a stage has taken; cutting forwards no token, and is never cached."""
+    seconds = f"{stage.duration_s:.1f} s"
+    if stage.stage == "pruning":
+        return seconds
+    return f"{stage.tokens:,} tokens, {seconds}" if stage.tokens else "from the cache"
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -196,10 +207,11 @@ def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
     run = request.source or request.run
     said = request.config.values(run) | {"data_dir": run.data_dir}
     asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
-    if asked.get("shape") == "aligned" and said["shape"].startswith("aligned-"):
+    kind = said["shape"].partition("-")[0]
+    if asked.get("shape") == kind:
         asked["shape"] = said["shape"]
     if "align" in asked:
-        asked["shape"] = f"aligned-{asked.pop('align')}"
+        asked["shape"] = f"{'aligned' if kind == 'free' else kind}-{asked.pop('align')}"
     if "data_dir" in asked:
         asked["data_dir"] = checks.data_dir(asked["data_dir"])
     if "calibration" in asked:

@@ -165,6 +165,9 @@ def _run(
     recorded, baselines = ledger.records(), read_baselines(store)
     before = totals(recorded, baselines, passes.read(), attempts.read([*recorded, *baselines.values()]))
     about = experiment.write(store, plan, list(command))
+    for model in plan.models:
+        if model.workload.keep_suite is not None:
+            model.workload.keep_suite()
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
         experiment_dir=folder,

@@ -215,14 +215,12 @@ def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> 
     """The dense model of a search. Raises UserError."""
     import torch
 
-    from tune_prune.models import catalog, loading
+    from tune_prune.models import loading
     from tune_prune.models.runner.out_of_memory import first_that_fits
     from tune_prune.models.runner.residency import RESIDENT
-    from tune_prune.planning.resolve import check_revision
+    from tune_prune.planning.resolve import searched_model
 
-    source = catalog.resolve(args.base or run.model, args.revision or run.revision)
-    check_revision(args.revision, args.base or run.model, source)
-    config = loading.load_config(source)
+    source, config = searched_model(run, args.base, args.revision)
     if fingerprint is not None and not loading.is_model_of(fingerprint, source, config):
         raise UserError(
             f"{source.location} is not the model that was searched (the contents of its files differ); name that one with --base"

@@ -243,3 +243,44 @@ def test_tasks_that_a_search_did_not_ask_for_are_not_missing() -> None:
     asked = {"protocol": {"tasks": ["piqa", "own"]}}
     assert [problem.what for problem in reading._of_rows(rows, None)] == ["no row has acc_boolq"]
     assert reading._of_rows(rows, asked) == []
+
+
+def test_what_several_versions_have_measured_is_said(tmp_path: Path) -> None:
+    one, two, three = (record(name) for name in NAMES)
+    one.torch_version, two.torch_version = "2.12.0+cpu", "2.13.0+cu130"
+    one.transformers_version = three.transformers_version = "5.22.0"
+    three.status, three.torch_version = "failed", "1.0"  # it has no numbers
+    folder = experiment(tmp_path / "e", [one, two, three])
+    said_of = "measured with several versions of {}, which may give other numbers ({})"
+    assert said(only(folder), "note") == [" | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: 1 trial")]
+    dense = FolderStore(folder).read("baseline.json")["tiny"]
+    told = {"torch_version": "2.13.0", "transformers_version": "5.23.0"}
+    (folder / "baseline.json").write_text(to_json({"tiny": dense | told}))
+    assert said(only(folder), "note") == [
+        " | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: the dense model, 1 trial"),
+        " | " + said_of.format("transformers", "5.22.0: 1 trial; 5.23.0: the dense model"),
+    ]
+    write_table(tmp_path / "table", [one, two])  # a results file tells them, too
+    assert said(only(tmp_path / "table"), "note") == [
+        " | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: 1 trial")
+    ]
+
+
+def test_records_of_one_version_or_of_none_say_nothing(tmp_path: Path) -> None:
+    records = [record(name) for name in NAMES]
+    for one, version in zip(records, ("2.13.0+cpu", "2.13.0", ""), strict=True):
+        one.torch_version, one.method_code = version, one.config["method"] if version else ""
+    assert said(only(experiment(tmp_path / "e", records)), "note") == []
+
+
+def test_trials_of_a_method_that_was_changed_between_them_are_named(tmp_path: Path) -> None:
+    """Also those that are there twice, of which one counts."""
+    what = " | the code of method taylor, or of a statistic of it, was changed between its trials: they may not be of one method"
+    records = [record(name) for name in NAMES]
+    for one, code in zip(records, ("before", "after", "other"), strict=True):
+        one.method_code = code
+    assert said(only(experiment(tmp_path / "e", records)), "note") == [what]
+    one, again = record(NAMES[0]), record(NAMES[0], acc=0.6)
+    one.method_code, again.method_code = "before", "after"
+    folders = [experiment(tmp_path / name, [each], planned=NAMES[:1]) for name, each in (("a", one), ("b", again))]
+    assert said(only(*folders), "note") == [what]

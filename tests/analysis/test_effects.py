@@ -282,25 +282,25 @@ def test_correlation_and_its_interval() -> None:
 
 
 def test_rows_of_one_gradient_pass_count_once() -> None:
-    rows = planted(grid(samples=(8,)), 0.05, method={"taylor": 0, "layerwise": 0.1, "blockwise": 0.2})
+    rows = planted(grid(samples=(8, 16)), 0.05, method={"taylor": 0, "layerwise": 0.1, "blockwise": 0.2})
     by_length = dict(zip(SEQ_LENS, (7.0, 15.0, 17.0, 18.0, 20.0), strict=True))
-    rows["grad_mean_ratio"] = rows["seq_len"].map(by_length).astype("float64")
-    rows["grad_max_ratio"] = rows["grad_mean_ratio"] + np.arange(15)  # differs within a pass: not shared
+    rows["grad_mean_ratio"] = rows["seq_len"].map(by_length).astype("float64") + rows["num_samples"] / 8
+    rows["grad_max_ratio"] = rows["grad_mean_ratio"] + np.arange(30)  # differs within a pass: not shared
     rows["ppl"] = rows["grad_mean_ratio"]  # measured for each row, whatever its value
     (ppl, shared, own) = effects.correlations(rows)
-    means = rows["acc_mean"].groupby(rows["seq_len"]).mean()
-    expected = stats.pearsonr(list(by_length.values()), means)
+    means = rows.groupby(["seq_len", "num_samples"])[["grad_mean_ratio", "acc_mean"]].mean()
+    expected = stats.pearsonr(means["grad_mean_ratio"], means["acc_mean"])
     interval = expected.confidence_interval(0.95)
-    assert (shared.n, shared.passes, shared.r_passes) == (15, 5, pytest.approx(expected.statistic))
+    assert (shared.n, shared.passes, shared.r_passes) == (30, 10, pytest.approx(expected.statistic))
     assert (shared.low, shared.high) == pytest.approx((interval.low, interval.high))
     assert shared.r == pytest.approx(np.corrcoef(rows["grad_mean_ratio"], rows["acc_mean"])[0, 1])
     assert (own.passes, ppl.passes) == (None, None)
     assert (ppl.low or 0) > -1 and (ppl.high or 0) - (ppl.low or 0) < (shared.high or 0) - (shared.low or 0)
     alone = rows[rows["method"] == "taylor"]  # every pass has one row
     assert effects.correlations(alone)[1].passes is None
-    few = rows[rows["seq_len"] < 128]  # 3 passes give no interval
-    (_, three, _) = effects.correlations(few)
-    assert (three.passes, three.low, three.high, three.r is None) == (3, None, None, False)
+    few = rows[rows["seq_len"] < 256]  # 8 passes give no interval
+    (_, eight, _) = effects.correlations(few)
+    assert (eight.passes, eight.low, eight.high, eight.r is None) == (8, None, None, False)
 
 
 def test_correlations_that_cannot_be_computed() -> None:
@@ -314,7 +314,12 @@ def test_correlations_that_cannot_be_computed() -> None:
         Message("constant", {"column": "removed_fraction"}),
     ]
     assert all(entry.r is None and entry.low is None for entry in found[1:])
-    assert effects.correlations(rows.iloc[2:5])[0].reason == Message("too_few", {"n": 3})
+    assert effects.correlations(rows.iloc[2:11])[0].reason == Message("too_few", {"n": 9, "least": 10})
+    ten = effects.correlations(rows.iloc[2:12])[0]
+    assert ten.n == 10 and ten.r is not None
+    control = rows.iloc[:2].assign(method="random", acc_mean=0.1, ppl=1e6)  # far off, and no part of any
+    assert effects.correlations(pd.concat([rows.iloc[2:12], control]))[0] == ten
+    assert effects.correlations(control) == ()
     flat = effects.correlations(rows.assign(acc_mean=0.5))[0]
     assert flat.reason == Message("constant", {"column": "acc_mean"})
 

@@ -17,6 +17,7 @@ from tune_prune.analysis.input.rows import config_of
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import RULES, Findings, ModelFindings, find
+from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.core.errors import UserError
 
 
@@ -194,6 +195,15 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     assert model.basis == "unknown" and model.eligible["in_confidence_set"].all()
     unknown = next(message for message in model.warnings if message.kind == "stderr_unknown")
     assert unknown.values["names"] == model.eligible["name"].tolist()
+    tables = all_tables(find(Study({"alpha": blind})))
+    compared = {"seq_len", "num_samples"}  # whose levels differ by more than other settings move them
+    marked = {
+        (table.key, column.key)
+        for table in tables.values()
+        for column in table.columns
+        if table.key not in compared and any(map(column.is_best, table.rows))
+    }
+    assert not marked  # nothing was compared with the best
     with pytest.raises(UserError, match="needs a finite ppl, which no complete trial of alpha has"):
         find(Study({"alpha": blind}), "perplexity")
 

@@ -12,10 +12,13 @@ import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_scores
 from tune_prune.analysis.input.items import read_items
+from tune_prune.analysis.render.latex import latex_table
+from tune_prune.analysis.render.messages import note_sentences
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.comparison import PairedScores, compare
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.method_pairs import method_pairs
+from tune_prune.analysis.tables.all_tables import all_tables
 
 METHODS = ("taylor", "layerwise", "blockwise")
 
@@ -49,9 +52,34 @@ def test_of_one_setting_of_each_nothing_is_said_of_methods(tmp_path: Path) -> No
     found = from_csv(tmp_path, {"M": lambda method, s, n: levels[method] if (s, n) == (64, 128) else math.nan})
     pairs = found.models["M"].method_pairs
     assert pairs["n"].tolist() == [1, 1, 1] and pairs["points"].tolist() == pytest.approx([10, 20, 10])
-    assert pairs[["stderr_points", "p_value"]].isna().all(axis=None) and found.models["M"].methods["tied"].all()
+    assert pairs[["stderr_points", "p_value"]].isna().all(axis=None) and not found.models["M"].methods["tied"].any()
     text = paragraphs(found)[0]
     assert "taylor and layerwise are not comparable" in text and "more accurate than" not in text
+    table = all_tables(found)["methods"]
+    assert [row["mean"] for row in table.rows] == pytest.approx([0.6, 0.5, 0.4])
+    mean = next(column for column in table.columns if column.key == "mean")
+    assert not any(map(mean.is_best, table.rows)) and r"\textbf{.6000}" not in latex_table(table)
+    for language, names in (("en", "layerwise and blockwise"), ("zh", "layerwise、blockwise")):
+        assert any("taylor" in note and names in note for note in note_sentences(table, language))
+
+
+def test_a_method_that_was_compared_is_marked_and_one_that_was_not_is_not(tmp_path: Path) -> None:
+    """taylor and layerwise share settings and differ by noise; blockwise shares one setting with either."""
+    noise = np.random.default_rng(1)
+    level = {"taylor": 0.601, "layerwise": 0.6, "blockwise": 0.4}
+    found = from_csv(
+        tmp_path,
+        {
+            "M": lambda method, s, n: (
+                level[method] + noise.normal(0, 0.01) if method != "blockwise" or s + n == 20 else math.nan
+            )
+        },
+    )
+    methods = found.models["M"].methods
+    assert sorted(methods.index[methods["tied"]]) == ["layerwise", "taylor"]
+    assert math.isnan(methods.loc["blockwise", "p_below"])
+    note = next(note for note in all_tables(found)["methods"].notes if note.kind == "note_not_compared")
+    assert note.values["names"] == ["blockwise"]
 
 
 @pytest.mark.slow

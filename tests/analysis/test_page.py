@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imsave
 
-from tests.findings import published_findings, simulated_study
+from tests.findings import published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render import messages, page
 from tune_prune.analysis.statistics.findings import Findings, Message, find
@@ -181,6 +181,21 @@ def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
         lines = {"method": found.best["method"]}
         lines |= {name: found.best[name] for name in ("seq_len", "num_samples")}
         assert all(f"'{name}: {value}'" in command for name, value in lines.items())
+
+
+def test_a_mean_over_draws_is_run_again_on_all_of_them_and_the_page_says_how_to_keep_it(tmp_path: Path) -> None:
+    names = {
+        f"{method}-s{s}-n{n}": 3
+        for method in ("taylor", "layerwise", "blockwise")
+        for s in (16, 64, 256)
+        for n in (128, 512)
+    }
+    found = simulated_findings(tmp_path, models=("alpha",), items=20, draws=names)
+    line = "python -m tune_prune.prune --config out/best_alpha_20/best_config.json --output alpha-pruned"
+    again, kept = (
+        text for text in Page(page.render(found, [], {"alpha": line})).texts["code"] if "tune_prune." in text
+    )
+    assert "'seeds: [0, 1, 2]'" in again and kept == line
 
 
 def test_published_results_need_no_experiment() -> None:

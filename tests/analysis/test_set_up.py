@@ -20,6 +20,7 @@ from tune_prune.analysis.render.page import render
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.rank_plot import rank_plot
 from tune_prune.analysis.statistics.findings import find
+from tune_prune.analysis.tables.all_tables import all_tables
 
 
 def test_every_hyperparameter_that_is_not_at_its_default_is_named(tmp_path: Path) -> None:
@@ -106,15 +107,24 @@ def test_a_choice_by_text_needs_no_correction(tmp_path: Path) -> None:
 
 
 def test_coefficients_stay_what_they_are_in_percent(tmp_path: Path) -> None:
-    findings = simulated_findings(tmp_path, models=("alpha",), items=30)
+    noise = np.random.default_rng(0).normal(0.5, 0.02, (3, 36))
+    accuracies = iter(noise[0])
+    findings = from_csv(tmp_path, {"alpha": lambda *_: next(accuracies)}, ppl=20 * noise[1], removed_fraction=noise[2])
     with messages.accuracies_in_percent():
         text = paragraphs(findings)[0]
     coefficients = re.findall(r"r = (-?[\d.]+)|interval (-?[\d.]+) to (-?[\d.]+)", text)
     assert len(coefficients) > 2 and all(
         abs(float(number)) <= 1 for found in coefficients for number in found if number
     )
-    counted = sum(entry.low is not None for entry in findings.models["alpha"].correlations)
-    assert f"The intervals of these {counted} correlations" in text
+    assert "The intervals of these 2 correlations" in text
+
+
+def test_the_auc_of_a_task_is_no_accuracy_in_percent(tmp_path: Path) -> None:
+    table = all_tables(simulated_findings(tmp_path, models=("alpha",), items=30))["task_accuracies"]
+    auc = next(column for column in table.columns if column.key == "auc")
+    with messages.accuracies_in_percent():
+        shown = [messages.cell_text(auc, row | {"auc": 0.9731}) for row in table.rows]
+    assert set(shown) == {".973"}
 
 
 def test_a_single_run_has_no_intervals(tmp_path: Path) -> None:

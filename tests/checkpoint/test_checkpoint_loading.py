@@ -188,6 +188,14 @@ def test_the_config_says_what_each_layer_is(cases):
     assert dropped["no_rope_layers"] == [1, 0, 1]
 
 
+def test_the_scale_of_logits_is_also_said_as_vllm_reads_it(cases):
+    """Its class for models that it does not know reads logit_scale alone, and its own Granite class multiplies by both."""
+    for name, case in cases.items():
+        values = json.loads((case.folder / "config.json").read_text("utf-8"))
+        scale = None if case.stock or "granite" not in name else 1 / values["logits_scaling"]
+        assert values.get("logit_scale") == scale != 1, name
+
+
 def load(case: Case, **how: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(case.folder, **how)
 

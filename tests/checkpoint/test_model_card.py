@@ -37,6 +37,8 @@ from tune_prune.core.config import (
     PruningConfig,
 )
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.data.perplexity_text import WIKITEXT2
+from tune_prune.data.sources import MeasuredOn
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
 
@@ -185,7 +187,7 @@ def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
         "arc_challenge (acc_norm)", "openbookqa (acc_norm)",
     ]  # fmt: skip
     assert rows[3] == ["piqa (acc_norm)", ".8000 ± .0111", ".6100 ± .0123", "76.2%"]
-    text = card(tmp_path)
+    text = card(tmp_path, measured_on=MeasuredOn(protocol=2, text=WIKITEXT2, tasks={}))
     assert "in bfloat16" in text and "raw WikiText-2 test split, in windows of at most 2,048 tokens" in text
     assert "the first 1,500 items of each of lm-eval's zero-shot tasks (chance: .3570 on average)" in text
 
@@ -208,6 +210,22 @@ def test_tasks_of_ones_own_are_said_to_be_such(
 ) -> None:
     text = card(tmp_path, source=replace(RUN, data_dir=data_dir, protocol=EvaluationProtocol(tasks=tasks)))
     assert f"accuracy on {said} (chance: .3570 on average)" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (WIKITEXT2, "the raw WikiText-2 test split"),
+        ("0123456789abcdef", "a text that is not WikiText-2, in `text/wikitext2-raw.test.txt`"),
+        (None, "the text in `text/wikitext2-raw.test.txt`"),
+    ],
+)
+def test_a_text_is_wikitext2_by_its_content_and_not_by_the_name_of_its_file(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    measured = None if content is None else MeasuredOn(protocol=2, text=content, tasks={})
+    text = card(tmp_path, source=replace(RUN, data_dir="/data"), measured_on=measured)
+    assert f"perplexity on {said}, in windows of" in text
 
 
 @pytest.mark.parametrize(("model", "data_dir"), [("tiny-llama", None), ("pruned-before", "embedded")])

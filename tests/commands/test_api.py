@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
     "text": (lambda model, _: model.prune("taylor", 0.2, "16", 8), ["seq_len is '16'", "whole number"]),
     "long": (lambda model, _: model.prune("taylor", 0.2, 10**5, 8), ["seq_len 100000", "512 tokens"]),
     "shape": (lambda model, _: model.prune("random", shape="square"), ["shape is 'square'", "uniform"]),
-    "align": (lambda model, _: model.prune("random", align=8), ["--align 8", "shape is free"]),
+    "align": (lambda model, _: model.prune("random", shape="free", align=8), ["--align 8", "shape is free"]),
     "limit": (lambda model, _: model.evaluate(limit=0), ["limit is 0", "at least 1"]),
     "limit as text": (lambda model, _: model.evaluate(limit="5"), ["limit is '5'"]),
     "unknown task": (lambda _, pruned: pruned.evaluate(tasks="piqa,bolq"), ["'bolq'", "did you mean 'boolq'?"]),

@@ -99,7 +99,11 @@ def test_a_local_folder_with_local_data_and_a_note(
     assert tune_prune.__main__.main(["evaluate", *argv, "--device", "cpu"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert out.startswith("mine: ") and "bfloat16 on cpu" in out and "on WikiText-2 test" in out
+    assert (
+        out.startswith("mine: ")
+        and "bfloat16 on cpu" in out
+        and "on a text that is not WikiText-2 (text/wikitext2-raw.test.txt)" in out
+    )
     assert re.search(
         r"^piqa +acc_norm +[\d.]+ +- +0.5000 +1 +-[\d.]+ +-$", out, re.MULTILINE
     )  # one item has no standard error

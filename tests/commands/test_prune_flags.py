@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands.test_prune_cli import load, read
 from tests.search_folders import model_folder
-from tune_prune import embedded, prune
+from tune_prune import embedded, prune, speed
 from tune_prune.checkpoint.manifest import MANIFEST
 
+FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
 FLAGS = ("--method", "taylor", "--seq-len", "16", "--num-samples", "8")
 
 
@@ -86,6 +89,20 @@ def test_no_tasks_have_to_be_there(tmp_path: Path) -> None:
     assert read(out / MANIFEST)["source"]["calibration"] == str(text)
 
 
+@pytest.mark.parametrize(
+    ("method", "name", "text"),
+    [("magnitude", "magnitude", "it reads no text"), ("taylor", "taylor-s16-n8", "calibration: embedded")],
+)
+def test_only_what_was_read_is_named(
+    method: str, name: str, text: str, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    samples = ["--seq-len", "16", "--num-samples", "8"] if method == "taylor" else []
+    out = printed(prune.main, "--model", "tiny-llama", "--method", method, *samples, "--output", tmp_path / "out")
+    assert f"tiny-llama: {name}, 20% of all parameters\n" in out
+    assert f"plan         computed ({text}): " in out
+    assert re.search(r"^pruning +[\d.]+ s$", out, re.MULTILINE)
+
+
 def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]) -> None:
     out = tmp_path / "out"
     argv = ["--model", "tiny-llama", *FLAGS, "--output", str(out), "--dtype", "bfloat16", "--shard-gb", "0.0001"]
@@ -152,7 +169,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     ),
     "model": (["--model", "tiny-lama", *FLAGS], ["'tiny-lama'", "did you mean 'tiny-llama'"]),
     "ratio": (["--model", "tiny-llama", *FLAGS, "--pruning-ratio", "0.9"], ["0.9", "can be removed"]),
-    "align": (["--model", "tiny-llama", *FLAGS, "--align", "16"], ["--align 16", "--shape aligned"]),
+    "align": (["--model", "tiny-llama", *FLAGS, "--shape", "free", "--align", "16"], ["--align 16", "--shape aligned"]),
     "no JSON": (["--config", __file__], ["is no JSON file; name the global_best_config.json"]),
     "format": (["--model", "tiny-llama", *FLAGS, "--format", "onnx"], ["--format", "'onnx'", "gguf"]),
     "long": (
@@ -190,3 +207,19 @@ def test_a_file_that_is_no_result_of_a_search(
     path = tmp_path / "global_best_config.json"
     path.write_text(text, encoding="utf-8")
     assert word in sentence("--config", path, "--output", tmp_path / "out")
+
+
+def test_a_dense_model_that_has_moved_is_asked_for(refused: Callable[..., str], tmp_path: Path) -> None:
+    """By both commands that take a search's model up again."""
+    experiment = Path(shutil.copytree(FIRST_HOUSE / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
+    for name in ("experiment.json", "global_best_config.json"):
+        text = (experiment / name).read_text()
+        (experiment / name).write_text(text.replace('"model": "tiny-llama"', f'"model": "{tmp_path / "gone"}"'))
+    for main, more in ((prune.main, ("--output", tmp_path / "out")), (speed.main, ())):
+        assert (
+            f"tiny-llama, the model that was searched, is not where it was (model folder {tmp_path / 'gone'} does not "
+            "exist); name where it is now with --base"
+        ) in refused(main, "--config", experiment, *more)
+        assert "model folder nowhere/at/all does not exist" in refused(
+            main, "--config", experiment, "--base", "nowhere/at/all", *more
+        )

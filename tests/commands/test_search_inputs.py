@@ -57,8 +57,43 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     ),
     "weights a Git LFS pointer": (
         write_weights(b"version https://git-lfs.github.com/spec/v1\n"),
-        ["damaged", "43 bytes"],
+        ["model.safetensors is a pointer of Git LFS", "git lfs pull"],
     ),
+    "tokenizer a Git LFS pointer": (
+        lambda folder: (folder / "tokenizer.json").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0"
+        ),
+        ["tokenizer.json is a pointer of Git LFS", "git lfs pull"],
+    ),
+    "an adapter beside": (
+        lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+        ["has adapter_config.json beside its config.json", "move that file away", "merge the adapter"],
+    ),
+    "an adapter alone": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        ["is an adapter (adapter_config.json) and no model", "merge the adapter into the model that it names"],
+    ),
+    "weights elsewhere": (
+        {"transformers_weights": "other.safetensors"},
+        ["transformers_weights: 'other.safetensors'", "take"],
+    ),
+    "config elsewhere": (
+        {"configuration_files": ["config.4.0.0.json"]},
+        ["configuration_files: ['config.4.0.0.json']", "take"],
+    ),
+    "images, too": (
+        {"model_type": "mistral3"},
+        ["'mistral3' is not supported", "language model (mistral) as one of its parts"],
+    ),
+    "images, too, in 8 bits": (
+        {
+            "model_type": "mistral3",
+            "text_config": {"model_type": "ministral3"},
+            "quantization_config": {"quant_method": "fp8"},
+        },
+        ["'mistral3' is not supported", "language model (ministral3) as one of its parts"],
+    ),
+    "no language model": ({"model_type": "t5"}, ["'t5' is not supported: a model of it is no causal language model"]),
     "weights of a missing part": (keep_index_only, ["lacks 1 of 1 weight files", "model-1.safetensors"]),
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("token*")], ["tokenizer", "complete"]),
     "tokenizer no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), ["tokenizer"]),
@@ -105,7 +140,12 @@ BROKEN_DATA: dict[str, tuple[str, bytes | None, list[str]]] = {
     "bad definition": ("tasks/piqa/task.yaml", b"a: [", ["piqa/task.yaml is not valid YAML"]),
     "perplexity text missing": (TEXT_FILE, None, ["perplexity text", "is missing"]),
     "perplexity text empty": (TEXT_FILE, b" \n", ["perplexity text", "is empty"]),
-    "perplexity text binary": (TEXT_FILE, b"\xff\xfe", ["perplexity text", "not UTF-8 (byte 0)"]),
+    "perplexity text binary": (TEXT_FILE, b"\xff\xfe", ["perplexity text", "not UTF-8 text (byte 0)"]),
+    "a late byte": (
+        TEXT_FILE,
+        b"\xef\xbb\xbf" + b"a b\n" * 5000 + b"\xe9",
+        ["perplexity text", "not UTF-8 text (byte 20,003)"],
+    ),
 }
 
 

@@ -9,14 +9,16 @@ import logging
 import os
 import pickle
 import uuid
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tune_prune.core import artifact_cache
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
-from tune_prune.core.hashing import canonical_json
+from tune_prune.core.hashing import canonical_json, library_versions, public
 from tune_prune.core.storage.node_cache import NodeCachedStore
 from tune_prune.core.store import ObjectPath
 
@@ -46,7 +48,28 @@ def test_the_name_is_the_meaning(store):
     store.put("importance", KEY, ARRAYS)
     assert store.get("removal", KEY, dict) is None and store.get("importance", KEY | {"seq_len": 17}, dict) is None
     with np.load(store.path("importance", KEY)) as stored:
-        assert json.loads(str(stored["key"])) == KEY  # for people who look
+        key = json.loads(str(stored["key"]))  # for people who look
+    libraries = {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers", "tokenizers")}
+    assert key == KEY | {"libraries": libraries}
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers", "tokenizers"])
+def test_what_other_versions_have_computed_is_not_taken(store, monkeypatch, library):
+    store.put("importance", KEY, ARRAYS)
+    now = library_versions()
+    monkeypatch.setattr(artifact_cache, "library_versions", lambda: now | {library: "0.1"})
+    assert store.get("importance", KEY, dict) is None
+    store.put("importance", KEY, {"scores": np.zeros(2)})
+    monkeypatch.undo()
+    found = store.get("importance", KEY, dict)
+    assert found is not None and found["scores"].tobytes() == ARRAYS["scores"].tobytes()  # both are kept
+
+
+def test_another_build_of_a_version_is_the_same_version():
+    assert [public(version) for version in ("2.13.0+cpu", "2.13.0+cu130", "2.13.0", "2.6.0a0+ecf3bae40a.nv25.01")] == [
+        *["2.13.0"] * 3,
+        "2.6.0a0",
+    ]
 
 
 def test_equal_content_is_an_equal_file(store, tmp_path):
@@ -131,12 +154,17 @@ def write(store, arrays, place=KEY):
     store.path("importance", place).write_bytes(content + hashlib.sha256(content).digest())
 
 
+WHOLE_KEY = KEY | {"libraries": library_versions()}
+
+
 def whole(**changes):
-    return {"kind": np.array("importance"), "key": np.array(canonical_json(KEY)), **ARRAYS} | changes
+    return {"kind": np.array("importance"), "key": np.array(canonical_json(WHOLE_KEY)), **ARRAYS} | changes
 
 
 OTHERS = {
-    "of another key": whole(key=np.array(canonical_json(KEY | {"seq_len": 17}))),
+    "of another key": whole(key=np.array(canonical_json(WHOLE_KEY | {"seq_len": 17}))),
+    "of an older version": whole(key=np.array(canonical_json(KEY))),
+    "without a kind": {name: array for name, array in whole().items() if name != "kind"},
     "of another kind": whole(kind=np.array("input_norms")),
     "without a key": {name: array for name, array in whole().items() if name != "key"},
     "of objects": whole(scores=np.array([{}], dtype=object)),
@@ -156,11 +184,6 @@ def test_a_file_with_a_right_checksum_and_wrong_contents_is_computed_again(store
     assert "is damaged (" in caplog.text and "it is computed again" in caplog.text
     write(store, whole())
     assert store.get("importance", KEY, read).keys() == ARRAYS.keys()
-
-
-def test_files_of_older_versions_do_not_tell_their_kind(store):
-    write(store, {name: array for name, array in whole().items() if name != "kind"})
-    assert store.get("importance", KEY, dict).keys() == ARRAYS.keys()
 
 
 def test_a_folder_in_the_place_of_a_file_has_to_go(store):

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def test_a_signal_ends_a_command_with_its_code_and_what_to_do(number, code, word
     said = process.communicate(timeout=20)[1]
     assert (process.returncode, said) == (code, f"\n{word}: to go on, run it again\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_leaves_no_file_open():
+    def open_files() -> list[str]:
+        assert ending.exit_code(lambda: None) == 0
+        for thread in set(threading.enumerate()) - before:
+            thread.join()  # the one that waits for signals ends after the command
+        return sorted(os.listdir("/dev/fd"))
+
+    before = set(threading.enumerate())
+    assert open_files() == [open_files() for _ in range(10)][-1]
 
 
 def test_a_second_signal_changes_nothing_and_what_hangs_is_ended(tmp_path):

@@ -111,6 +111,20 @@ def test_what_is_no_location_is_refused(text: str, sentence: str) -> None:
         location(text)
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("newline", [None, ""])
+def test_a_text_is_what_open_reads_and_a_byte_that_is_none_is_counted_from_the_first(
+    tmp_path: Path, mark: bytes, newline: str | None
+) -> None:
+    content = mark + "a\r\nb\rc\n\n\u2028\x0cd \ufeff".encode()
+    (tmp_path / "text").write_bytes(content)
+    with (tmp_path / "text").open(encoding="utf-8-sig", newline=newline) as file:
+        assert files.utf8_text(content, "text", newline) == file.read()
+    long = mark + b"\xc3\xa4" * 10_000
+    with pytest.raises(UserError, match=rf"^it is not UTF-8 text \(byte {len(long):,}\); write it as UTF-8$"):
+        files.utf8_text(long + b"\xe4 ", "it", newline)
+
+
 def test_locations_are_put_together_as_folders_are(tmp_path: Path) -> None:
     place = location("s3://bucket/results/")
     assert (str(place), str(place / "a" / "b.json")) == ("s3://bucket/results", "s3://bucket/results/a/b.json")

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2TokenizerFast
 
 from tests.conftest import build_tiny
-from tests.quiz import QUIZ_DEFINITION, byte_tokenizer, write_quiz
+from tests.quiz import byte_tokenizer, score_all, unequal_llama, write_quiz
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.process.machine import Load
 from tune_prune.cost_model import estimate as estimates
@@ -24,7 +24,7 @@ from tune_prune.cost_model import tokens
 from tune_prune.cost_model.device_speed import DeviceSpeed, Line
 from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
+from tune_prune.cost_model.tokens import ZeroShotTokens, hub_tokens, suite_tokens
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.zero_shot import build_suite
@@ -167,73 +167,18 @@ def test_samples_and_copies_of_a_pass_with_snapshots(name, wanted, monkeypatch):
     assert (2 in (work.weight_sums, work.product_sums)) == bool(copies)
 
 
-def suite_tokens(tokenizer, protocol, source, max_length):
-    suite = build_suite(tokenizer, protocol, source, max_length)
-    return sum(suite.tokens_in_slice(index) for index in range(suite.num_slices)), suite.num_items
-
-
-@pytest.mark.slow
-def test_zero_shot_tokens_of_the_embedded_tasks(tiny_llama):
-    """Close to what is forwarded slice by slice, where all items are sampled (sharing more than in slices) and where one in
-    four is."""
-    config, tokenizer = tiny_llama
-    source = TaskSource.of(None, embedded=True)
-    for limit in (20, None):
-        protocol = EvaluationProtocol(limit=limit)
-        true, items = suite_tokens(tokenizer, protocol, source, config.max_position_embeddings)
-        found = zero_shot_tokens(tokenizer, protocol, source)
-        assert found.items == items
-        assert found.tokens == pytest.approx(true, rel=0.05)
-        assert not found.exact
-    known = zero_shot_tokens(tokenizer, protocol, source, known_tokens=true)
-    assert (known.tokens, known.exact) == (true, True)
-    assert known.scored == pytest.approx(found.scored, rel=0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "tasks").is_dir(), reason=f"no task files in {DATA} (TUNE_PRUNE_DATA)")
-def test_zero_shot_tokens_of_real_items():
+def test_the_table_of_hub_tasks_says_what_the_files_hold():
     folder = DATA / "models" / "gpt2-tokenizer"
     tokenizer = GPT2TokenizerFast(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
-    protocol, source = EvaluationProtocol(limit=300), TaskSource("folder", str(DATA))
-    true, _ = suite_tokens(tokenizer, protocol, source, 2048)
-    assert zero_shot_tokens(tokenizer, protocol, source).tokens == pytest.approx(true, rel=0.1)
-    hub = zero_shot_tokens(tokenizer, EvaluationProtocol(), TaskSource("hub"))
     assert tokens.tokens_per_gpt2_token(tokenizer) == 1
-    assert hub.items == 3270 + 1838 + 10_042 + 1267 + 2376 + 1172 + 500
-    whole = EvaluationProtocol(tasks=("piqa", "arc_easy", "openbookqa"))
-    files, table = (zero_shot_tokens(tokenizer, whole, where).tokens for where in (source, TaskSource("hub")))
-    assert table == pytest.approx(files, rel=0.05)
-
-
-def test_a_token_stands_for_an_empty_context(tmp_path):
-    """With a tokenizer that adds none of its own, too: a choice of one token is predicted by it."""
-    asked = {"": ["a", "b"], " ": ["c", "de"], "red": ["f", "g"]}
-    items = [{"question": text, "options": options, "answer": 0} for text, options in asked.items()]
-    definition = QUIZ_DEFINITION.replace("{{passage}} Question: {{question}} Answer:", "{{question}}")
-    source = write_quiz(tmp_path, items, definition + 'target_delimiter: ""\n')
-    for tokenizer in (byte_tokenizer(False), byte_tokenizer(True)):
-        true, _ = suite_tokens(tokenizer, EvaluationProtocol(("quiz",)), source, 512)
-        found = zero_shot_tokens(tokenizer, EvaluationProtocol(("quiz",)), source)
-        assert found.tokens == pytest.approx(true, abs=2)  # lm-eval moves white space to the choice
-
-
-def test_items_of_a_definition_that_calls_functions_count_by_their_strings(tmp_path, tiny_llama):
-    folder = tmp_path / "tasks" / "mine"
-    folder.mkdir(parents=True)
-    (folder / "task.yaml").write_text(
-        "task: mine\ndoc_to_text: !function own.text\ndoc_to_choice: !function own.choice\n"
-    )
-    stories = [f"{name} opens the door." for name in ("tom", "lena", "oscar")]
-    items = [{"story": story, "ends": {"text": ["he waits.", "she sits."]}, "label": 0} for story in stories]
-    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, items)))
-    found = zero_shot_tokens(
-        tiny_llama[1], EvaluationProtocol(tasks=("mine",)), TaskSource("folder", str(tmp_path), True)
-    )
-    lengths = [len(tiny_llama[1](text)["input_ids"]) for text in (*stories, " he waits.", " she sits.")]
-    assert found.items == 3
-    # the last token of a choice is only predicted
-    assert found.tokens == sum(lengths[:3]) + 3 * (lengths[3] + lengths[4] - 2)
+    assert hub_tokens(tokenizer, EvaluationProtocol()).items == 3270 + 1838 + 10_042 + 1267 + 2376 + 1172 + 500
+    protocol = EvaluationProtocol(tasks=("piqa", "arc_easy", "openbookqa"))
+    files = suite_tokens(build_suite(tokenizer, protocol, TaskSource("folder", str(DATA)), 2048))
+    table = hub_tokens(tokenizer, protocol)
+    assert (table.tokens, table.scored) == pytest.approx((files.tokens, files.scored), rel=0.06)
+    assert (table.exact, files.exact) == (False, True)
 
 
 SPEED = DeviceSpeed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshots={"taylor": 10.0}, engine=3.0)
@@ -347,10 +292,14 @@ def test_gradients_of_activations_alone_take_less_time(name, share):
     assert stage.seconds == pytest.approx(4 * 8 * 4 * share + 4 * 7 * 2)
 
 
-def test_the_longest_item_is_among_those_that_memory_is_planned_for(tmp_path):
-    items = [{"passage": "red", "question": f"q{n}?", "options": ["a", "b"], "answer": 0} for n in range(300)]
-    items[133]["passage"] = "the blue door " * 200
-    source, tokenizer = write_quiz(tmp_path, items), byte_tokenizer(True)
-    rows = zero_shot_tokens(tokenizer, EvaluationProtocol(("quiz",)), source).rows
-    longest = max(len(row.tokens) for row in (*rows.plain, *rows.trees))
-    assert longest > len(tokenizer(items[133]["passage"])["input_ids"])
+def test_memory_is_planned_for_the_longest_row_that_is_forwarded(tmp_path):
+    items = [{"passage": "red", "question": f"q{n}?", "options": ["a", "b"], "answer": 0} for n in range(80)]
+    items[33]["passage"] = items[40]["passage"] = "the blue door " * 25
+    protocol, model, widths = EvaluationProtocol(("quiz",)), unequal_llama(), []
+    suite = build_suite(byte_tokenizer(True), protocol, write_quiz(tmp_path, items), 512)
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    score_all(suite, model)
+    hook.remove()
+    assert suite_tokens(suite).longest_row == max(widths) > 25 * 14

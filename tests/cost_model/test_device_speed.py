@@ -16,8 +16,9 @@ from tune_prune.core.config import EvaluationProtocol, PruningConfig
 from tune_prune.cost_model import device_speed
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model.device_speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, SpeedRequest, _Bench, measure
-from tune_prune.cost_model.tokens import zero_shot_tokens
+from tune_prune.cost_model.tokens import suite_tokens
 from tune_prune.data.task_files import TaskSource
+from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models.families import decoder_layers
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import recovery
@@ -32,7 +33,7 @@ def test_other_programs_do_not_make_the_measured_speed_slower(tiny_llama):
 
 def test_a_small_model_is_measured_whole_and_threads_are_put_back(tiny_llama):
     config, tokenizer = tiny_llama
-    sample = zero_shot_tokens(tokenizer, EvaluationProtocol(limit=8), TaskSource.of(None, embedded=True)).rows
+    sample = suite_tokens(build_suite(tokenizer, EvaluationProtocol(limit=8), TaskSource.of(None, True), 512)).rows
     request = SpeedRequest(config, "float32", "cpu", 1, 256, sample)
     bench = _Bench(request)
     assert (bench.weights, bench.queries, bench.head_share) == (1, 1, 1)

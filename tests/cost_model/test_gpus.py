@@ -117,7 +117,8 @@ def test_a_plan_asks_and_measures_a_gpu_in_processes_that_end(planned) -> None:
     plan = planned([CARD, CARD])
     assert planned.calls == [visible_gpus, plan_cost.measure]
     assert (plan.resources.gpus, plan.slots, plan.gpu_names) == (0.25, min(8, machine.cpus()), ("H100",))
-    assert plan.models[0].run.dtype == "bfloat16"
+    assert plan.models[0].run.dtype == "float32"  # as its weights are stored
+    assert "dtype        float32, as weights are stored; --dtype bfloat16 takes half the memory" in describe(plan)
     planned.calls.clear()
     assert planned([CARD], gpus_per_trial=0).gpu_names == ()
     assert planned.calls == []
@@ -132,16 +133,19 @@ def test_no_search_is_planned_on_a_gpu_that_torch_has_no_kernels_for(planned, mo
 
 
 def test_bfloat16_is_for_gpus_that_compute_in_it(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "stored_as", lambda *_: "bfloat16")
+    assert planned([CARD]).models[0].run.dtype == "bfloat16"
     both = planned([CARD, ("T4", 7, 14, 15)])
     assert both.models[0].run.dtype == "float32"
     said = "dtype        float32, as T4 cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES"
     assert said in describe(both)
     alone, asked = planned([("T4", 7, 14, 15)]), planned([CARD, ("T4", 7, 14, 15)], dtype="float32")
+    assert alone.models[0].run.dtype == asked.models[0].run.dtype == "float32"
     assert not any("bfloat16" in describe(plan) for plan in (alone, asked))
     assert planned([("T4", 7, 14, 15)], dtype="bfloat16").models[0].run.dtype == "bfloat16"
-    for supported, dtype in ((True, "bfloat16"), (False, "float32")):
+    for supported in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=supported: found)
-        assert (loading.usual_dtype("cuda"), loading.usual_dtype("cpu")) == (dtype, "float32")
+        assert of_models.fast_at_bfloat16("cuda") == supported
 
 
 def test_memory_that_others_hold_is_not_planned_with(planned) -> None:

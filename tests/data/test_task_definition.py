@@ -3,8 +3,11 @@ lm-eval itself, which reads and renders the same ones without a bound."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -209,3 +212,28 @@ def test_the_process_ends_with_its_owner(monkeypatch) -> None:
     assert isinstance(process, subprocess.Popen) and process.poll() is None
     del owner
     assert process.wait(10) == 0
+
+
+ASKS = """
+import time
+from tune_prune.data.templates import TemplateProcess
+process = TemplateProcess()
+print(process.render("{{a}}", {"a": 1}), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_is_not_for_the_process_which_ends_with_its_parent(number) -> None:
+    asks = subprocess.Popen(
+        [sys.executable, "-c", ASKS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert asks.stdout is not None and asks.stdout.readline() == "1\n"
+    os.killpg(asks.pid, number)  # as a terminal does
+    said = asks.communicate(timeout=20)[1]  # until nobody has its stderr, which the process has, too
+    assert asks.returncode == -number and "template_process" not in said

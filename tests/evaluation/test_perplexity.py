@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from tune_prune.core.errors import UserError
-from tune_prune.data.perplexity_text import load_text
+from tune_prune.data.perplexity_text import WIKITEXT2, load_text, perplexity_fingerprint
 from tune_prune.evaluation.perplexity import PerplexityResult, perplexity, windows_at_once
 
 LIMIT = 32
@@ -145,6 +145,7 @@ def test_wikitext2_is_the_text_that_others_measure():
     tokenizer = GPT2TokenizerFast.from_pretrained(DATA / "models" / "gpt2-tokenizer")
     # The number of tokens in transformers' documentation of GPT-2's perplexity on WikiText-2.
     assert len(tokenizer(load_text(str(DATA), embedded=False), verbose=False).input_ids) == 287644
+    assert perplexity_fingerprint(str(DATA), embedded=False) == WIKITEXT2
 
 
 def test_a_text_that_cannot_be_had_is_named(tmp_path, monkeypatch):

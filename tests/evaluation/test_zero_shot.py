@@ -13,11 +13,13 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from tests.quiz import DATA, QUIZ_DEFINITION, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
@@ -29,6 +31,7 @@ from tune_prune.evaluation.engine.prefix_trees import count_tokens
 from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.item_scores import summarize
 from tune_prune.evaluation.lm_adapter import SharedPrefixLM, encode
+from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
 
 
@@ -141,6 +144,53 @@ def test_encoding_is_hflms(monkeypatch, bos):
     ):
         assert request.inputs.tolist() == (context + continuation)[:-1]
         assert request.targets.tolist() == continuation
+
+
+def crossing_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, but for words with what stands before them, across spaces: as SuperBPE's."""
+    vocabulary = {"<s>": 0} | {character: index for index, character in enumerate("abcdefghijklmnopqrstuvwxyz? ", 1)}
+    merges: list[tuple[str, str]] = []
+    for word in ("the ground", "the gate", "on"):
+        for end in range(1, len(word)):
+            vocabulary.setdefault(word[: end + 1], len(vocabulary))
+            merges += [pair] if (pair := (word[:end], word[end])) not in merges else []
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def test_an_answer_without_tokens_of_its_own_is_scored_from_where_the_tokens_differ(tmp_path):
+    """The word "ground" and that before it are one token, so lm-eval's split leaves the answer none; of "gates" it leaves the s.
+    Compared with a plain loop over the model."""
+    contexts = {"he sat on the": ["ground", "gates", "floor"], "who was it?": ["nobody", "she", "he"]}
+    items = [{"question": text, "options": options, "answer": 0} for text, options in contexts.items()]
+    definition = QUIZ_DEFINITION.replace("{{passage}} Question: {{question}} Answer:", "{{question}}")
+    tokenizer, model = crossing_tokenizer(), unequal_llama()
+    made = build_suite(
+        tokenizer, EvaluationProtocol(("quiz",), slices=(1.0,)), write_quiz(tmp_path, items, definition), 512
+    )
+    expected = {}
+    for number, item in enumerate(items):
+        for option in item["options"]:
+            context, whole = (
+                tokenizer(text)["input_ids"] for text in (item["question"], f"{item['question']} {option}")
+            )
+            start = len(context)
+            if len(whole) <= start:
+                assert (number, option) == (0, "ground")
+                start = next(index for index, token in enumerate(whole) if token != context[index])
+                context = whole[:start]
+            ids = torch.tensor([context + whole[start:]])
+            logprobs = model(ids).logits[0].double().log_softmax(-1)
+            expected.setdefault(number, []).append(
+                sum(logprobs[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1]))
+            )
+    assert tokenizer.convert_ids_to_tokens(made.items[0].requests[0].targets) == ["the ground"]
+    assert tokenizer.convert_ids_to_tokens(made.items[0].requests[1].targets) == ["s"]
+    for suite in (made, ZeroShotSuite.from_arrays(made.arrays(), EvaluationProtocol(("quiz",), slices=(1.0,)))):
+        assert (suite.num_crossing, suite.num_items) == (1, 2)
+        for score in score_all(suite, model):
+            np.testing.assert_allclose(score.loglikelihoods, expected[score.doc_id], rtol=0, atol=2e-4)
+            assert score.acc == (int(np.argmax(expected[score.doc_id])) == 0)
 
 
 def test_a_tokenizer_without_bos_and_eos_is_refused():

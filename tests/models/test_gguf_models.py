@@ -115,6 +115,79 @@ def test_quantised_weights_are_the_scale_times_the_numbers(tiny_file: Path, tmp_
     assert same_weights(read.model, plain)
 
 
+def _head_again(
+    kind: gguf.GGMLQuantizationType,
+    noise: float = 0.0,
+    embeddings: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q4_0,
+) -> Callable[..., None]:
+    """The embeddings stored again as the head, in another type and with that much noise, relative to them."""
+
+    def change(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+        shape, _, content = tensors["token_embd.weight"]
+        values = np.frombuffer(content, np.float32).reshape(shape)
+        other = np.random.default_rng(0).standard_normal(shape) * values.std() * noise
+        tensors["output.weight"] = (shape, kind, gguf.quantize((values + other).astype(np.float32), kind).tobytes())
+        tensors["token_embd.weight"] = (shape, embeddings, gguf.quantize(values, embeddings).tobytes())
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
+def test_a_head_that_is_the_embeddings_again_is_one_matrix(name: str, words: Path, tiny_file: Path, tmp_path: Path):
+    """Parameters, numbers and checkpoints are those of the tied model; the matrix is the one of more bits."""
+    tied = build_tiny("llama-tied", torch.float32, **SIZES)
+    with torch.no_grad():
+        tied.lm_head.weight[-1] *= 1e-9  # a token that no text has, whose row is rounded to nothing
+    file = rewritten(
+        saved(tied, words, tmp_path / "once.gguf"),
+        tmp_path / "twice.gguf",
+        _head_again(F32, 0.0, gguf.GGMLQuantizationType[name]),
+    )
+    read = load(file)
+    assert read.geometry.total_params == sum(p.numel() for p in tied.parameters())
+    assert read.model.config.tie_word_embeddings and same_weights(read.model, tied)
+    said = f"its head (output.weight, F32) is its embeddings (token_embd.weight, {name}) again, so both are one matrix here"
+    assert said in read.source.found_as and read.source.found_as.endswith("read from output.weight")
+    once = load(tiny_file).source
+    assert once.found_as == str(once.gguf)
+
+
+@pytest.mark.parametrize(("kind", "noise"), [(F32, 1.0), (F32, 0.4), (Q8_0, 0.3)], ids=str)
+def test_a_head_of_its_own_stays_one(kind: gguf.GGMLQuantizationType, noise: float, tiny_file: Path, tmp_path: Path):
+    file = rewritten(tiny_file, tmp_path / "own.gguf", _head_again(kind, noise))
+    read = load(file)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    assert not read.model.config.tie_word_embeddings and same_weights(read.model, plain)
+    assert "head" not in read.source.found_as
+
+
+def test_what_an_older_version_has_read_is_looked_at_again(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """For it every head that a file stores was one of its own."""
+    twice = rewritten(tiny_file, tmp_path / "twice.gguf", _head_again(Q8_0))
+    own = rewritten(tiny_file, tmp_path / "own.gguf", _head_again(Q8_0, 1.0))
+
+    def mark(source: catalog.ModelSource) -> str:
+        return loading.model_fingerprint(source, loading.load_config(source))
+
+    with monkeypatch.context() as older:
+        older.setattr(convert, "_head_again", lambda about: None)
+        sources = [catalog.resolve(str(file)) for file in (twice, own, tiny_file)]
+        before = [mark(source) for source in sources]
+        for source in sources:
+            record = Path(source.location) / files.RECORD
+            record.write_text(json.dumps({k: v for k, v in json.loads(record.read_text()).items() if k != "head"}))
+    weights = [Path(source.location) / "model.safetensors" for source in sources]
+    states = [path.stat().st_ino for path in weights]
+    after = [mark(source) for source in sources]
+    assert after[0] != before[0] and after[1:] == before[1:]
+    assert [path.stat().st_ino == state for path, state in zip(weights, states, strict=True)] == [False, True, True]
+    assert (
+        loading.load_config(sources[0]).tie_word_embeddings and not loading.load_config(sources[1]).tie_word_embeddings
+    )
+
+
 def test_a_file_is_its_content_and_is_read_once(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = catalog.resolve(str(tiny_file))
     assert (first.label, first.name, first.kind) == ("tiny.F32", str(tiny_file), "gguf")
@@ -285,6 +358,14 @@ STATED: dict[str, tuple[int, int, tuple[Any, ...]]] = {  # tensors, settings, an
     "tensors": (2**62, 0, ()),
     "dimensions": (1, 0, ("Q", 0, "I", 2**31)),
 }
+
+
+def test_a_pointer_in_the_place_of_a_file_is_called_that(tmp_path: Path):
+    (tmp_path / "model.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1117320768\n")
+    with pytest.raises(
+        UserError, match=r"model\.gguf is a pointer of Git LFS in the place of the file; run `git lfs pull`"
+    ):
+        load(tmp_path / "model.gguf")
 
 
 def test_the_other_byte_order_is_not_read(tmp_path: Path):

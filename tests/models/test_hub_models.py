@@ -23,7 +23,7 @@ from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import data_fingerprint, hub_datasets, measured_on, task_source
 from tune_prune.embedded import model_dir
 from tune_prune.evaluation.zero_shot import build_suite
-from tune_prune.models import hub, loading
+from tune_prune.models import hub, loading, unsupported
 from tune_prune.models.catalog import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,9 +98,11 @@ def test_a_folder_with_the_name_of_an_alias_is_pointed_at(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     source = resolve("mistral")
     hint = " (the folder ./mistral is --model ./mistral)"
-    assert hint not in str(loading.unavailable(source, ConnectionError("no route"), "config.json"))
+    assert hint not in str(unsupported.unavailable(source, ConnectionError("no route"), "config.json"))
     (tmp_path / "mistral").mkdir()
-    assert str(loading.unavailable(source, ConnectionError("no route"), "config.json")).endswith(f"--model DIR{hint}")
+    assert str(unsupported.unavailable(source, ConnectionError("no route"), "config.json")).endswith(
+        f"--model DIR{hint}"
+    )
 
 
 def cached_dataset(home: Path, repo: str, commit: str) -> Path:

@@ -23,6 +23,7 @@ from tune_prune.models.gguf import files
 from tune_prune.models.gguf.files import ALIAS, PACKAGE
 from tune_prune.models.loading import load_config, load_model, load_tokenizer
 from tune_prune.models.registration import auto_map
+from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.pruning.groups import PruningPlan
 
 ABSENT = "no-such-organisation/no-such-model"
@@ -229,6 +230,85 @@ def test_an_unsupported_family_is_refused_before_any_weight_is_read(folder, monk
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", never)
     with pytest.raises(UserError, match="'gpt2' is not supported"):
         load(folder)
+
+
+# --- what config.json says of how a model is run
+
+RUN_IN_ANOTHER_WAY = [
+    {"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}, {"use_cache": False},
+    {"attn_implementation": "flash_attention_2"}, {"_attn_implementation": "eager"},
+    {"output_attentions": True, "attn_implementation": "sdpa"}, {"gradient_checkpointing": True}, {"torchscript": True},
+    {"fusion_config": {"mlp": True}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", RUN_IN_ANOTHER_WAY, ids=lambda more: "+".join(more))
+@pytest.mark.parametrize("own_file", [True, False], ids=["generation_config.json", "none"])
+def test_how_a_model_is_run_is_not_for_its_config_to_say(more, own_file, folder, tmp_path):
+    """The same numbers, and the same files of what is saved, as of the model without those keys."""
+    if not own_file:
+        (folder / "generation_config.json").unlink()
+    tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+
+    def found(name: str) -> tuple[torch.Tensor, list[bytes], str]:
+        loaded, mapped = load(folder), map_model(resolve(str(folder)), torch.float32, "cpu")
+        assert mapped.model.config.to_dict() == loaded.model.config.to_dict()
+        loaded.model.save_pretrained(tmp_path / name)
+        files = sorted((tmp_path / name).iterdir())
+        assert len(files) == 3
+        return (
+            loaded.model(tokens).logits,
+            [path.read_bytes() for path in files],
+            loaded.model.config._attn_implementation,
+        )
+
+    logits, saved, attention = found("without")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | more))
+    again = found("with")
+    assert torch.equal(again[0], logits) and again[1:] == (saved, attention) == (saved, "sdpa")
+
+
+# --- adapters
+
+
+@pytest.mark.parametrize("road", [load_config, lambda source: load_model(source, torch.float32, "cpu"),
+                                  lambda source: map_model(source, torch.float32, "cpu")], ids=["plan", "load", "map"])  # fmt: skip
+def test_an_adapter_beside_whole_weights_is_named_on_every_road(road, folder, tmp_path, monkeypatch):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
+    with pytest.raises(
+        UserError, match=r"has adapter_config\.json beside .* move that file away where it is merged"
+    ) as error:
+        road(resolve(str(folder)))
+    one_sentence(error)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--acme--merged"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, repo / "snapshots" / ("0" * 40))
+    with pytest.raises(
+        UserError, match=r"acme/merged has adapter_config\.json .*hf download acme/merged --exclude 'adapter_\*'"
+    ):
+        road(resolve("acme/merged"))
+    (repo / "snapshots" / ("0" * 40) / "config.json").unlink()
+    with pytest.raises(UserError, match=r"acme/merged is an adapter \(adapter_config\.json\) and no model; merge"):
+        road(resolve("acme/merged"))
+
+
+def test_the_hub_is_asked_once_for_an_adapter(monkeypatch):
+    """What it cannot tell, transformers does not find, either."""
+    asked = []
+
+    def answer(url: str) -> None:
+        asked.append(url)
+        if "merged" not in url:
+            raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", answer)
+    assert not hub.holds("acme/merged", "adapter_config.json")  # tests are offline
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert hub.holds("acme/merged", "adapter_config.json") and not hub.holds("acme/other", "adapter_config.json")
+    assert len(asked) == 2
 
 
 # --- pruned checkpoints

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from tune_prune import embedded
 from tune_prune.cli.search_flags import parser, settings_from
 from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import library_versions
 from tune_prune.core.ledger import Ledger, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import EXPERIMENT, FolderStore
@@ -23,6 +27,8 @@ from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.planning import experiment, search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
+from tune_prune.pruning import methods
+from tune_prune.pruning.methods import load_method
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -175,6 +181,147 @@ def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], 
     assert "m: the model's files have changed" in refusal(
         "--model", model_folder(tmp_path / "new" / "m", rms_norm_eps=0.1), *argv[2:-1], tmp_path / "same"
     )
+
+
+OWN = '''"""A method of a user's."""
+STATISTICS = ("taylor",)
+
+
+def scores(dense):
+    return dense.statistics["taylor"].per_parameter(dense.geometry)
+'''
+
+
+@pytest.fixture
+def write_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A function that writes own.py, a method's file, which is loaded by whoever asks next."""
+    folder = tmp_path / "methods"
+    folder.mkdir()
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(folder)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(text: str) -> None:
+        (folder / "own.py").write_text(text)
+        importlib.invalidate_caches()
+        sys.modules.pop("tune_prune.pruning.methods.own", None)
+
+    yield write
+    write("")
+    vars(methods).pop("own", None)
+
+
+def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
+    tmp_path: Path, write_own: Callable[[str], None], plan_text: Callable[..., str], refusal: Callable[..., str]
+) -> None:
+    write_own(OWN)
+    space, others = tmp_path / "own.yaml", tmp_path / "others.yaml"
+    space.write_text("search: grid\nmethod: [own, random]\nseq_len: [16]\nnum_samples: [4, 8]\n")
+    others.write_text(space.read_text().replace("own", "taylor"))
+    argv = ("--model", "tiny-llama", "--search-space", str(space), "--storage-path", "kept", "--name", "mine")
+    argv += ("--gpus-per-trial", "0")
+    plan = make_plan(settings_from(parser().parse_args(argv)))
+    store = FolderStore(plan.experiment_dir)
+    experiment.write(store, plan, ["python"])
+    for config, key in plan.models[0].trials:
+        code = load_method(config.method).code
+        record = TrialRecord(key, "tiny-llama", config.to_dict(), "complete", method_code=code)
+        if (config.method, config.num_samples) == ("own", 8):
+            record = replace(record, method_code="")  # of an older version: nobody knows
+        Ledger(store).write(record)
+    done = "(3 of 3 trials are in its ledger)"
+    assert done in plan_text(*argv)
+    write_own(OWN.replace(" of a user's", "").replace("):\n    return", "):  # the same\n\n    return"))
+    assert done in plan_text(*argv)
+    write_own(OWN.replace("return ", "return -1 * "))
+    said = (
+        f"error: experiment {plan.experiment_dir} has 1 trial of method own as it was before its code was changed (own.py, "
+        "taylor.py); give the changed method another name, or start another experiment with --name, which finds again what is in "
+        "the cache beside it"
+    )
+    assert refusal(*argv).strip() == said
+    with pytest.raises(
+        UserError, match="of method own as it was before"
+    ):  # another search may have made them meanwhile
+        experiment.write(store, plan, ["python"])
+    assert "(1 of 3 trials are in its ledger)" in plan_text(*argv[:3], str(others), *argv[4:])  # random's
+    assert "own@" not in plan_text(*argv[:-3], "another", *argv[-2:])
+    write_own(OWN)
+    assert done in plan_text(*argv)
+
+
+@pytest.mark.parametrize("of", ["trial", "baseline"])
+def test_what_was_made_with_other_versions_is_said_where_something_is_left(
+    of: str, started: Path, caplog: pytest.LogCaptureFixture, plan_text: Callable[..., str]
+) -> None:
+    torch, transformers = (library_versions()[name] for name in ("torch", "transformers"))
+    store = FolderStore(started)
+    (record,) = Ledger(store).records()
+    (started / "ledger" / f"{record.key}.json").unlink()
+    meaning = (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]
+    key = trial_key(None, meaning["meaning"]["model"], meaning["meaning"]["data"], validated(ModelRun, meaning["run"]))
+
+    def warned(*argv: str, **versions: str) -> list[str]:
+        caplog.clear()
+        known = replace(record, **versions)
+        if of == "trial":
+            Ledger(store).write(known)
+        else:
+            write_baselines(store, {"tiny-llama": replace(known, key=key, config={})})
+        plan_text(*AGAIN, *argv)
+        (started / "ledger" / f"{record.key}.json").unlink(missing_ok=True)
+        return [one.getMessage() for one in caplog.records]
+
+    assert warned() == []  # of an older version: nobody knows
+    assert warned(torch_version=f"{torch}+cu999", transformers_version=transformers) == []  # another build
+    said = (
+        f"of the results in {started} some were made with other versions, which may have given other numbers than those to come: "
+        f"{{}}1 with transformers 4.0 (now {transformers}); install these again, or start another experiment with --name"
+    )
+    assert warned(torch_version=torch, transformers_version="4.0") == [said.format("")]
+    both = said.format(f"1 with torch 1.0 (now {torch}), ")
+    assert warned(torch_version="1.0+cpu", transformers_version="4.0") == [both]
+    if of == "trial":
+        only = Path("only.yaml")
+        values = record.config
+        only.write_text("".join(f"{name}: {values[name]}\n" for name in ("method", "seq_len", "num_samples")))
+        only.write_text(f"search: grid\n{only.read_text()}")
+        argv = ("--search-space", str(only))
+        assert warned(*argv, torch_version="1.0") == []  # nothing is left to mix it with
+
+
+def test_code_that_git_does_not_know_makes_a_checkout_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "checkout" / "tune_prune"
+    (package / "planning").mkdir(parents=True)
+    monkeypatch.setattr(experiment, "__file__", str(package / "planning" / "experiment.py"))
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert experiment.git_commit() is None  # no checkout
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.invalid", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(package.parent), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    assert experiment.git_commit() is None  # no commit yet
+    (package / "known.py").write_text("one = 1\n")
+    (package.parent / ".gitignore").write_text("mine.py\n__pycache__/\n")
+    git("add", ".")
+    git("commit", "-m", "all")
+    commit = git("rev-parse", "--short=12", "HEAD")
+    assert experiment.git_commit() == commit
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "known.pyc").write_bytes(b"")
+    (package.parent / "notes.py").write_text("")  # beside the package
+    assert experiment.git_commit() == commit
+    for name in ("planning/own.py", "mine.py"):  # the latter is ignored by git, not by Python
+        (package / name).write_text("")
+        assert experiment.git_commit() == f"{commit}-dirty"
+        (package / name).unlink()
+    (package / "known.py").write_text("one = 2\n")
+    assert experiment.git_commit() == f"{commit}-dirty"
+    (package / "own.py").write_text("")
+    assert experiment.git_commit() == f"{commit}-dirty"
 
 
 NO_EXPERIMENT = ["{", "[]", '{"models": []}', '{"models": {"tiny-llama": 1}}', '{"models": null}', "{}"]

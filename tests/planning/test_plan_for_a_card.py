@@ -52,6 +52,21 @@ def test_the_way_and_the_time_are_those_of_the_card(mistral: tuple[str, ...], pl
     assert seconds(passes[0][1]) > 165 / 989 * seconds(passes[1][1])
 
 
+def test_a_plan_for_a_card_needs_no_weights(
+    mistral: tuple[str, ...], plan_text: Callable[..., str], refusal: Callable[..., str]
+) -> None:
+    """A folder with config and tokenizer, with an index beside them or not, has the plan of the whole model."""
+    folder = Path(mistral[1])
+    whole = plan_text(*mistral, "--gpu", "RTX 4090")
+    for path in folder.glob("model-*.safetensors"):
+        path.unlink()
+    assert plan_text(*mistral, "--gpu", "RTX 4090") == whole
+    assert re.search(r"lacks (\d+) of \1 weight files", refusal(*mistral))
+    (folder / "model.safetensors.index.json").unlink()
+    assert plan_text(*mistral, "--gpu", "RTX 4090") == whole
+    assert "has no weights" in refusal(*mistral)
+
+
 def test_several_gpus_run_as_many_trials_or_hold_one_together(
     mistral: tuple[str, ...], plan_text: Callable[..., str]
 ) -> None:
@@ -108,13 +123,13 @@ def test_kinds_are_known_however_they_are_written() -> None:
         ),
         (
             ("--gpu", "4090", "--memory", "100MiB"),
-            "in its leanest way .*use --memory 625MiB or more, or a smaller model",
+            "in its leanest way .*use --memory 646MiB or more, or a smaller model",
         ),
         (
-            ("--gpu", "512MiB"),
+            ("--gpu", "512MiB", "--dtype", "bfloat16"),
             "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model$",
         ),
-        (("--gpu", "512MiB", "--dtype", "float32"), "larger --gpu, use --dtype bfloat16, or choose a smaller model$"),
+        (("--gpu", "512MiB"), "larger --gpu, use --dtype bfloat16, or choose a smaller model$"),
         (("--gpu", "h100", "--address", "auto"), "--address for a cluster; leave one of them out"),
     ],
 )

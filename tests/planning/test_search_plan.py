@@ -16,20 +16,24 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.search_folders import TINY, TINY_FOLDER
+from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded, search
 from tune_prune.analysis import rerun
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
+from tune_prune.cli import resources_text
 from tune_prune.cli.search_flags import parser, settings_from
-from tune_prune.core.config import Samples
+from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
 from tune_prune.core.process.machine import Memory
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
+from tune_prune.data.task_files import TaskSource
+from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner import devices
 from tune_prune.planning import experiment, resolve, search_space
 from tune_prune.planning.memory_bounds import check_memory
 from tune_prune.planning.plan import SearchSettings
@@ -96,10 +100,11 @@ def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     tokenizer = loading.load_tokenizer(catalog.resolve("tiny-llama"))
     words = len(tokenizer(embedded.perplexity_text(), add_special_tokens=False)["input_ids"])
     assert cost["perplexity"][1] == f"{7 * words:,}"
-    assert cost["zero-shot"][1].startswith("~")
+    requests = build_suite(tokenizer, EvaluationProtocol(), TaskSource.of(None, embedded=True), 512)
+    assert cost["zero-shot"][1] == f"{7 * sum(map(requests.tokens_in_slice, range(requests.num_slices))):,}"
     last = next(line for line in out.splitlines() if line.startswith("cost "))
     assert re.search(
-        rf"about {SECONDS} to {SECONDS} on {CPUS} workers?, measured at load [\d.]+ of {CPUS} CPUs?; ~ zero-", last
+        rf"about {SECONDS} to {SECONDS} on {CPUS} workers?, measured at load [\d.]+ of {CPUS} CPUs?$", last
     )
     memory = next(line for line in out.splitlines() if line.startswith("memory "))
     total, process, weights, *_ = (int(number) for number in re.findall(r"(\d+) MiB", memory))
@@ -141,15 +146,37 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
     plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = []
-    for there in (False, True):
-        monkeypatch.setattr(
-            "torch.cpu.get_capabilities", lambda there=there: {"architecture": "x86_64", "avx512_bf16": there}
-        )
+    for speed in (0.2, 6.0):
+        monkeypatch.setattr(devices, "bfloat16_speed", lambda speed=speed: speed)
+        monkeypatch.setattr(resources_text, "bfloat16_speed", devices.bfloat16_speed)
         shown += [
-            "dtype        bfloat16, which this CPU has no instructions for" in plan_text(*TINY, *flags)
+            "dtype        bfloat16, but this CPU multiplies matrices 0.2 times as fast" in plan_text(*TINY, *flags)
             for flags in (("--dtype", "bfloat16", "--gpus-per-trial", "0"), ("--gpus-per-trial", "0"))
         ]
     assert shown == [True, False, False, False]
+
+
+def test_the_default_data_type_is_that_of_the_weights_where_the_cpu_gains_by_it(
+    plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder that says bfloat16, float16 or float32, on a CPU with instructions for bfloat16 and on one without; --dtype wins."""
+    folder, data = model_folder(tmp_path / "stored"), data_folder(tmp_path / "data")
+    about = json.loads((folder / "config.json").read_text())
+    space = ("--model", str(folder), "--data-dir", str(data), "--calibration", "embedded", "--gpus-per-trial", "0")
+    seen = []
+    for speed in (6.0, 0.2):
+        monkeypatch.setattr(devices, "bfloat16_speed", lambda speed=speed: speed)
+        monkeypatch.setattr(resources_text, "bfloat16_speed", devices.bfloat16_speed)
+        for stored in ("bfloat16", "float16", "float32", None):
+            (folder / "config.json").write_text(json.dumps(about | {"dtype": stored}))
+            settings = SearchSettings((str(folder),), "smoke", data_dir=str(data), calibration="embedded", limit=5)
+            seen.append(make_plan(replace(settings, gpus_per_trial=0)).models[0].run.dtype)
+        assert make_plan(replace(settings, gpus_per_trial=0, dtype="bfloat16")).models[0].run.dtype == "bfloat16"
+        (folder / "config.json").write_text(json.dumps(about | {"dtype": "bfloat16"}))
+        assert f"weights are stored in bfloat16; this CPU multiplies matrices {speed:.1f} times" in plan_text(
+            *space, "--search-space", "smoke", "--limit", "5"
+        )
+    assert seen == ["bfloat16", "bfloat16", "float32", "float32", *["float32"] * 4]
 
 
 def test_a_gpu_that_torch_does_not_see_is_named(
@@ -292,9 +319,11 @@ def test_shapes_that_are_the_same_for_a_model(refusal: Callable[..., str]) -> No
     assert "shape lists aligned, aligned-64, of which two are the same here" in sentence
 
 
-@pytest.mark.parametrize("shape", ["free", "aligned-16", "uniform"])
-def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path) -> None:
-    """What the analysis prints to run a configuration again is the same trial."""
+@pytest.mark.parametrize("shape", ["free", "aligned-16", "uniform", "uniform-8"])
+def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the analysis prints to run a configuration again is the same trial, of a large model too."""
+    if shape == "free":
+        monkeypatch.setattr(shapes, "LARGE_PARAMS", 1)
     kind, _, number = shape.partition("-")
     settings = SearchSettings(("tiny-llama",), "smoke", shape=kind, align=int(number) if number else None, limit=5)
     (model,) = make_plan(settings).models
@@ -306,6 +335,27 @@ def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path) ->
     subprocess.run(["bash", "-c", space], check=True)
     args = search.parser().parse_args(shlex.split(again)[3:])
     assert make_plan(search.settings_from(args)).models[0].trials == ((config, key),)
+
+
+def test_large_models_are_aligned_where_no_shape_is_named(
+    monkeypatch: pytest.MonkeyPatch, plan_text: Callable[..., str]
+) -> None:
+    monkeypatch.setattr(shapes, "LARGE_PARAMS", 160_000)  # between tiny-llama and tiny-qwen2
+    monkeypatch.setattr(shapes, "LARGE_ALIGN", 8)
+    models, names = [], ("tiny-llama", "tiny-qwen2")
+    for name in names:
+        models += ["--model", name]
+    small, large = make_plan(SearchSettings(names, "smoke", limit=5)).models
+    assert (small.shapes, large.shapes) == (("free",), ("aligned-8",))
+    given = make_plan(SearchSettings(("tiny-qwen2",), "smoke", limit=5, shape="aligned", align=8)).models[0]
+    assert given.trials == large.trials
+    out = plan_text(*models, "--search-space", "smoke", "--limit", "5")
+    assert "free: each layer has its own widths (tiny-llama); on a GPU it took 2.2 times" in out
+    assert "aligned: MLP widths in multiples of 8, at least one KV group in every layer (tiny-qwen2)" in out
+    assert make_plan(SearchSettings(names, "smoke", limit=5, shape="free")).models[1].shapes == ("free",)
+    uniform = make_plan(SearchSettings(names, "smoke", limit=5, shape="uniform")).models
+    assert [model.shapes for model in uniform] == [("uniform",), ("uniform-8",)]
+    assert make_plan(SearchSettings(names, "smoke", limit=5, align=4)).models[0].shapes == ("aligned-4",)
 
 
 @pytest.mark.slow
@@ -369,6 +419,16 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[3:])
     assert [found for _, found in make_plan(search.settings_from(args)).models[0].trials] == [key]
+    config = next(config for config, _ in model.trials if config.name == names[0])  # the mean of its draws
+    rows = frame(
+        [TrialRecord(key=keys[names[0]], model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path
+    )
+    again = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
+    assert again is not None
+    subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
+    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[3:])
+    both = {keys["taylor-s16-n8"], keys["taylor-s16-n8-r2"]}
+    assert {found for _, found in make_plan(search.settings_from(args)).models[0].trials} == both
     space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
     out = plan_text("--model", "tiny-llama", "--search-space", space)
     assert "2 gradient passes" not in out and "4 gradient passes a model, one per seq_len, draw, text" in out

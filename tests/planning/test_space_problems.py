@@ -87,7 +87,7 @@ def test_of_many_problems_the_first_are_told(tmp_path: Path) -> None:
         ("layer_cap", "0.1_5", "layer_cap is 0.1_5; it must be a number above 0, at most 1"),
         ("pruning_ratio", "[]", "pruning_ratio is an empty list"),
         ("removal_divisor", "0", "removal_divisor is 0; it must be a whole number from 1"),
-        ("shape", "square", "shape is the text 'square'; it must be free, uniform, aligned or aligned-N"),
+        ("shape", "square", "shape is the text 'square'; it must be free, aligned or uniform"),
         ("shape", "aligned-0", "shape is the text 'aligned-0'; it must be free, "),
         ("shape", "64", "shape is 64; it must be free, "),
         ("num_trials", "3", "num_trials has no meaning for `search: grid`"),

@@ -27,7 +27,7 @@ ONLY_IN = {
     "ray": ("tuning.ray_cluster",),
     "optuna": ("tuning.searcher", "analysis.statistics.hyperparameters.effects", "analysis.optuna_study"),
     "matplotlib": ("analysis.figures", "checkpoint.card"),
-    "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card", "data.template_process"),
+    "jinja2": ("analysis.render.templating", "checkpoint.card", "data.template_process"),
     "markupsafe": ("analysis.render.templating",),
     "gguf": ("checkpoint.gguf", "models.gguf.header", "models.gguf.convert"),
     "fsspec": ("core.storage.objects",),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import tune_prune
+from tune_prune.cli.flags import RUN_DEFAULTS
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
@@ -26,6 +27,8 @@ SPACES = (ROOT / "docs" / "search_spaces.md").read_text(encoding="utf-8")
 
 def hyperparameter_row(row: Hyperparameter) -> str:
     default = "required" if row.required else f"that of `{row.flag}`" if row.of_run else f"`{row.default}`"
+    if row.name == "shape":
+        default = RUN_DEFAULTS["shape"]
     return f"| `{row.name}` | {row.kind} | {default} | `{row.example}` | {row.help} |"
 
 

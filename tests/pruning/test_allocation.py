@@ -120,6 +120,17 @@ def test_scores_are_divided_by_root_mean_squares_of_their_kind_or_layer() -> Non
 
 
 @pytest.mark.parametrize("by", ["none", "kind", "layer"])
+def test_what_goes_first_is_below_all_others_and_changes_none_of_them(by: str) -> None:
+    first = scores([[-math.inf, -math.inf], [-3, 2]], [[-math.inf] * 3, [1, -1, 2]]).normalized(by)
+    others = scores([[], [-3, 2]], [[], [1, -1, 2]]).normalized(by)
+    lowest = min(flat(others)) - 1
+    assert flat(first.with_a_lowest()) == [lowest, lowest, *flat(others)[:2], *[lowest] * 3, *flat(others)[2:]]
+    assert flat(others.with_a_lowest()) == flat(others)
+    with pytest.raises(UserError, match="1 of 10 group scores are not finite"):
+        select(scores([[-math.inf, 1], [3, math.nan]], [[1, 2, 3]] * 2).with_a_lowest(), geometry(), 0.2)
+
+
+@pytest.mark.parametrize("by", ["none", "kind", "layer"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_score_that_is_not_finite_makes_no_other_one_so(by: str, value: float) -> None:
     g, s = geometry(kv=(2, 2), mlp=(3, 3)), scores([[3, 4], [0, 5]], [[1, value, 2], [4, 4, 4]])

@@ -140,7 +140,7 @@ def test_what_nothing_goes_into_costs_nothing_and_what_is_not_finite_no_number(t
     layers = decoder_layers(model, FAMILIES["llama"])
     layers[1].self_attn.v_proj.weight.zero_()
     found = collected(model, windows(4))
-    assert (found.attention[1] < 1e-30).all() and (found.attention[0] > 0).all() and (found.mlp[1] > 0).all()
+    assert not found.attention[1].any() and (found.attention[0] > 0).all() and (found.mlp[1] > 0).all()
     layers[2].mlp.up_proj.weight.fill_(float("inf"))
     assert not np.isfinite(collected(model, windows(4)).mlp[2]).any()
 

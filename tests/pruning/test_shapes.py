@@ -30,7 +30,7 @@ from tune_prune.pruning.selection import budget, select
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.trial import run_trial
 
-SHAPES = ("aligned-1", "aligned-3", "aligned-4", "uniform")
+SHAPES = ("aligned-1", "aligned-3", "aligned-4", "uniform", "uniform-3", "uniform-4")
 
 
 def random_case(seed: int, tiny: bool = False) -> tuple[Geometry, GroupScores]:
@@ -68,11 +68,12 @@ def ratios_within(g: Geometry, shape: str, seed: int) -> Iterator[float]:
 
 def widths(g: Geometry, shape: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Every (KV groups per layer, channels per layer) of the shape, by its definition."""
-    if shape == "uniform":
-        for k, m in itertools.product(g.uniform_kv_heads, range(1, min(g.mlp_width) + 1)):
+    kind, _, number = shape.partition("-")
+    n = int(number or 1)
+    if kind == "uniform":
+        for k, m in itertools.product(g.uniform_kv_heads, range(n, min(g.mlp_width) + 1, n)):
             yield (k,) * g.num_layers, (m,) * g.num_layers
         return
-    n = int(shape.removeprefix("aligned-"))
     groups = itertools.product(*(range(1, k + 1) for k in g.kv_heads))
     channels = list(itertools.product(*(range(n, m + 1, n) for m in g.mlp_width)))
     for one in groups:
@@ -98,11 +99,12 @@ def test_random_cases_keep_every_promise(shape: str, block: int) -> None:
             left = plan.target_params - plan.removed_params
             counts = [(len(a), len(b)) for a, b in zip(plan.kept_groups, plan.kept_channels, strict=True)]
             assert all(k >= 1 and m >= 1 for k, m in counts), (seed, ratio)
-            if shape == "uniform":
+            kind, _, number = shape.partition("-")
+            n = int(number or 1)
+            assert all(m % n == 0 for _, m in counts), (seed, ratio)
+            if kind == "uniform":
                 assert len(set(counts)) == 1 and counts[0][0] in g.uniform_kv_heads, (seed, ratio)
             else:
-                n = int(shape.removeprefix("aligned-"))
-                assert all(m % n == 0 for _, m in counts), (seed, ratio)
                 for layer, (k, m) in enumerate(
                     counts
                 ):  # nothing that may go would still fit, but where a group paid for it
@@ -127,9 +129,10 @@ def test_reach_is_that_of_all_widths_of_the_shape(shape: str) -> None:
             assert bounds.smallest == min(params for params in removals if params), seed
 
 
-def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget() -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget(n: int) -> None:
     """Every pair of widths, and in each layer every choice of that many, by exact sums."""
-    clipped = 0
+    clipped, shape = 0, "uniform" if n == 1 else f"uniform-{n}"
     for seed in range(150):
         g, s = random_case(seed, tiny=True)
         generator = np.random.default_rng(seed)
@@ -138,14 +141,14 @@ def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget() -> No
         def most(values: np.ndarray, cost: int, count: int) -> Fraction:
             return max(sum(Fraction(float(v)) * cost for v in some) for some in itertools.combinations(values, count))
 
-        for ratio in ratios_within(g, "uniform", seed):
+        for ratio in ratios_within(g, shape, seed):
             target = int(ratio * g.total_params)
             best_of: dict[int, tuple[int, int]] = {}  # K -> (missing, M): as near as this K comes
-            for (k, *_), (m, *_) in widths(g, "uniform"):
+            for (k, *_), (m, *_) in widths(g, shape):
                 missing = target - removal(g, (k,) * g.num_layers, (m,) * g.num_layers)
                 if missing >= 0:
                     best_of[k] = min((missing, m), best_of.get(k, (missing, m)))
-            nearest, step = min(missing for missing, _ in best_of.values()), sum(g.channel_cost)
+            nearest, step = min(missing for missing, _ in best_of.values()), n * sum(g.channel_cost)
             near = {k: m for k, (missing, m) in best_of.items() if missing < step or (missing == nearest >= step)}
             clipped += nearest >= step
             totals = {
@@ -153,7 +156,7 @@ def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget() -> No
                 + sum(most(v, c, m) for v, c in zip(s.mlp, g.channel_cost, strict=True))
                 for k, m in near.items()
             }
-            plan = select(s, g, ratio, "uniform")
+            plan = select(s, g, ratio, shape)
             pair = len(plan.kept_groups[0]), len(plan.kept_channels[0])
             assert totals[pair] == max(totals.values()), (seed, ratio)
             assert plan.target_params - plan.removed_params < step or nearest >= step
@@ -268,17 +271,19 @@ def test_scores_that_are_no_numbers_are_refused(bad: float, shape: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "align", "params", "expected"),
     [
+        ("uniform", None, 10**9 - 1, "uniform"),
+        ("uniform", None, 10**9, "uniform-256"),
+        ("uniform", 32, 10, "uniform-32"),
+        (shapes.BY_SIZE, None, 10**9 - 1, "free"),
+        (shapes.BY_SIZE, None, 10**9, "aligned-256"),
         ("free", None, 10**10, "free"),
-        ("uniform", None, 10, "uniform"),
         ("aligned", None, 10**9 - 1, "aligned-64"),
         ("aligned", None, 10**9, "aligned-256"),
         ("aligned", 32, 10**10, "aligned-32"),
         ("aligned-128", None, 10**10, "aligned-128"),
     ],
 )
-def test_aligned_gets_the_number_that_suits_the_model(
-    shape: str, align: int | None, params: int, expected: str
-) -> None:
+def test_a_shape_gets_what_suits_the_model(shape: str, align: int | None, params: int, expected: str) -> None:
     assert shapes.resolve(shape, align, params) == expected
 
 

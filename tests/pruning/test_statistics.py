@@ -175,6 +175,21 @@ def test_flap_cannot_rank_the_only_group_of_a_layer_nor_its_only_channel(tiny):
     assert not np.concatenate([*scores.attention, *scores.mlp]).any()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("weights", [("self_attn.o_proj", "mlp.down_proj"), ("self_attn.v_proj", "mlp.up_proj")])
+def test_a_layer_that_adds_nothing_goes_before_all_others_by_every_method_that_reads_data(tiny, weights):
+    model, samples = tiny("qwen3"), windows(3)
+    with torch.no_grad():
+        for path in weights:
+            model.model.layers[2].get_submodule(path).weight.zero_()
+    for name in method_names():
+        method = load_method(name)
+        for by in method.normalizations if method.statistics else ():
+            layers = scores_of(name, model, samples).normalized(by).with_a_lowest()
+            dead, *others = (np.concatenate([layers.attention[i], layers.mlp[i]]) for i in (2, 0, 1, 3))
+            assert dead.max() < np.concatenate(others).min(), (name, by)
+
+
 def test_magnitude_is_the_mean_weight_of_a_group(tiny, variant):
     model = tiny(variant)
     scores, geometry = scores_of("magnitude", model, windows(1)), read_geometry(model, family_of(model))

@@ -11,9 +11,11 @@ import torch
 
 from tests.quiz import write_quiz
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
+from tune_prune.core import artifact_cache
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, PruningConfig, Samples
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import library_versions
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration
@@ -31,6 +33,7 @@ from tune_prune.trial.statistics import StatisticCache, needs_of
 from tune_prune.trial.trial import Trial, prepare, run_trial
 
 WHOLE_TEXT = True
+FORWARDED = ("importance", "removal", "kl", "perplexity", "zero_shot")
 INPUT_NORMS = PruningConfig("wanda_sp", seq_len=16, num_samples=10)
 
 
@@ -155,20 +158,27 @@ def test_a_new_version_of_a_statistic_throws_no_others_away(fresh, monkeypatch, 
     assert {name for name, needs in every.items() if tokens_of(fresh, Samples(16), needs)} == {changed}
 
 
-def test_artifacts_are_named_as_they_always_were(monkeypatch):
-    """Digests from before statistics had versions of their own (all were at 2): what is in people's caches is still found."""
-    monkeypatch.setattr(type(load_statistic("block_removal")), "version", 2)
-    cache = StatisticCache(RUN, "0123456789abcdef", "cpu", ArtifactStore("folder"))
-    names = [
-        cache.artifacts.path(load_statistic(need.statistic).stage, cache.key(Samples(16), need)).name
-        for need in (*gradients(10), *removals(layer=1, attention=2, mlp=3))
-    ]
-    assert names == [
-        "importance-5ae8b42cd767fd90.npz",
-        "removal-f8aa12ad0f699ca3.npz",
-        "removal-c4bb7e5aec9fc708.npz",
-        "removal-b1a08b8759aec946.npz",
-    ]
+def test_numbers_of_another_code_of_a_statistic_are_not_taken(fresh, monkeypatch):
+    assert tokens_of(fresh, Samples(16), gradients(4)) > 0 and tokens_of(fresh, Samples(16), removals(mlp=1)) > 0
+    monkeypatch.setattr(type(load_statistic("taylor")), "code", "of an edited file")
+    assert tokens_of(fresh, Samples(16), gradients(4)) > 0 and tokens_of(fresh, Samples(16), removals(mlp=1)) == 0
+
+
+def test_a_trial_takes_nothing_that_other_versions_have_computed(fresh, monkeypatch):
+    """Of every stage that forwards tokens all are forwarded again, and its own are still there afterwards."""
+    run = replace(fresh.run, protocol=replace(fresh.run.protocol, limit=2, perplexity_tokens=300))
+
+    def tokens() -> dict[str, int]:
+        stages = run_trial(BLOCKWISE, TrialContext(run, fresh.loaded, fresh.artifacts)).stages
+        return {name: sum(one["tokens"] for one in stages if one["stage"] == name) for name in FORWARDED}
+
+    first = tokens()
+    assert all(first.values()) and not any(tokens().values())
+    now = library_versions()
+    monkeypatch.setattr(artifact_cache, "library_versions", lambda: now | {"transformers": "4.0"})
+    assert tokens() == first
+    monkeypatch.undo()
+    assert not any(tokens().values())
 
 
 def test_what_is_computed_of_a_text_that_is_edited_meanwhile_is_kept_under_what_it_was(tmp_path):

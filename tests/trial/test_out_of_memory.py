@@ -18,12 +18,11 @@ from tests.trials import BLOCKWISE, RUN, open_context
 from tune_prune.core.config import EvaluationProtocol, PruningConfig
 from tune_prune.core.records import TrialRecord
 from tune_prune.evaluation import perplexity
-from tune_prune.models import loading, weight_files
-from tune_prune.models.runner import mapped_model
+from tune_prune.models import loading
 from tune_prune.models.runner.layer_weights import LazyWeights, first_non_finite
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
-from tune_prune.trial import steps
+from tune_prune.trial import fallback, steps
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial, run_trial
@@ -242,7 +241,7 @@ def test_weights_leave_the_device_when_the_model_is_streamed(opened):
 
 
 def test_pickled_weights_cannot_stay_in_their_files(opened, monkeypatch):
-    monkeypatch.setattr(weight_files, "files", lambda folder: [])
+    monkeypatch.setattr("tune_prune.trial.context.readable_in_place", lambda source: False)
     context = opened("pickled")
     with pytest.raises(OutOfMemory, match="even by layer, states in a file"):
         run_limited(context, "importance", TOO_LITTLE)
@@ -278,7 +277,7 @@ def test_a_model_whose_weights_do_not_fit_is_streamed_and_opened_so_again(tmp_pa
     cache.open(replace(SMALL, seed=1))
     assert len(loads) == 2
     assert cache.open(SMALL) is not context and len(loads) == 2  # remembered
-    monkeypatch.setattr(mapped_model.weight_files, "files", lambda folder: [])
+    monkeypatch.setattr(fallback, "readable_in_place", lambda source: False)
     with pytest.raises(OutOfMemory, match="loading of tiny-llama does not fit"):
         TrialContext.open(SMALL, tmp_path, "cpu")
 

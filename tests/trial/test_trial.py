@@ -25,6 +25,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.block_removal import LOSS_FLOOR, removal_losses
@@ -80,6 +81,8 @@ def test_the_record_of_a_trial(first, context):
     assert record.device_name == (named[1].strip() if named else record.device_name) != ""
     # Before "+cpu" or "+cu130", which a wheel of the CUDA build has in the one and not in the other.
     assert record.torch_version.partition("+")[0] == metadata.version("torch").partition("+")[0]
+    assert record.transformers_version == metadata.version("transformers")
+    assert record.method_code == load_method("blockwise").code != load_method("layerwise").code
     assert record.peak_memory_bytes > 2**26 and record.host and record.started_at.endswith("+00:00")
     assert json.loads(json.dumps(record.to_dict()))["metrics"] == metrics
 

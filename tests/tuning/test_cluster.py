@@ -175,9 +175,7 @@ def known(tmp_path) -> tuple[FolderStore, list[tuple[ModelRun, str, str]]]:
     """Storage with a question in it, and a model with its data."""
     model, data = model_folder(tmp_path / "model"), tmp_path / "data"
     data_folder(data)
-    run = dense_model(
-        SearchSettings((str(model),), data_dir=str(data), calibration="embedded"), str(model), "float32"
-    ).run
+    run = dense_model(SearchSettings((str(model),), data_dir=str(data), calibration="embedded"), str(model), bool).run
     source = catalog.resolve(run.model)
     store = FolderStore(tmp_path / "storage")
     store.put("question", "token")

@@ -85,6 +85,28 @@ def test_what_its_process_says_is_what_the_search_says(code, exit_code, sentence
     assert ended.exists() == ("exit" not in code)
 
 
+def test_processes_of_a_local_ray_ask_no_proxy_for_each_other(stand_in, monkeypatch):
+    monkeypatch.setenv("RAY_grpc_enable_http_proxy", "1")
+    stand_in(
+        """import json, os\nprint(json.dumps({"machine_error": os.environ["RAY_grpc_enable_http_proxy"]}), flush=True)"""
+    )
+    with local.LocalRay(1) as started, pytest.raises(MachineError, match=r"^0$"):
+        started.address()
+    assert os.environ["RAY_grpc_enable_http_proxy"] == "0"  # noqa: SIM112  # of this one, which joins it
+
+
+@pytest.mark.slow
+def test_a_local_ray_starts_behind_a_proxy_that_is_dead():
+    code = (
+        "import ray\nfrom tune_prune.tuning.ray_cluster import cluster\n"
+        "with cluster.connected(None, 1):\n    print(ray.get(ray.put('in')))"
+    )
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
+    environment = os.environ | proxies | {"RAY_grpc_enable_http_proxy": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("in\n", 0), done.stderr
+
+
 @pytest.mark.parametrize(
     ("stops", "exit_code"), [(["--num-trials", "3"], 2), (["--search-space", "nowhere"], 2), ([], 130)]
 )

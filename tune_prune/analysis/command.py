@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -222,19 +222,23 @@ def _main(argv: list[str]) -> None:
     with accuracies_in_percent(args.percent):
         description = describe(findings)
     say(f"{description}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
-    for line in _to_keep(files):
+    for line in _to_keep(files).values():
         say(f"keep         {line}")
     steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
     say(f"took         {time.monotonic() - started:.1f} s ({steps})")
 
 
-def _to_keep(files: list[Path]) -> Iterator[str]:
-    """The command that saves each model that the rule has chosen, where it is known what was searched."""
+def _to_keep(files: list[Path]) -> dict[str, str]:
+    """By model the command that saves the configuration that the rule has chosen, where it is known what was searched."""
+    lines = {}
     for path in (path for path in files if path.name == BEST_OF_MODEL):
         entry = parse_json(path)
         if entry["source"] is not None and entry["selection"].get("smallest_of_all_ratios", True):
             output = f"{entry['model'].replace('/', '-')}-pruned"
-            yield shlex.join(["python", "-m", "tune_prune.prune", "--config", str(path), "--output", output])
+            lines[entry["model"]] = shlex.join(
+                ["python", "-m", "tune_prune.prune", "--config", str(path), "--output", output]
+            )
+    return lines
 
 
 def write_analysis(
@@ -259,7 +263,7 @@ def write_analysis(
         figures = draw_all(findings, output / "figures")
         done("figures")
         files += [*figures, *write_tables(findings, output / "tables")]
-        texts = render(findings, figures), report(findings, language), *paragraphs(findings)
+        texts = render(findings, figures, _to_keep(files)), report(findings, language), *paragraphs(findings)
         FolderStore(output).put_all(dict(zip(_REPORTS, texts, strict=True)))
     done("tables and reports")
     return files

@@ -87,6 +87,7 @@ def write_cost(
 
         cost["last_start"] = {
             "wall_seconds": {"predicted": predicted["wall_seconds"], "measured": wall_seconds},
+            "passes": {f"{pass_name(s)}_passes": computed[s] - earlier["computed"][s] for s in statistics},
             "seconds_per_stage": beside("seconds"),
             "tokens_per_stage": beside("tokens"),
             "predicted_flops": {stage: expected["flops"] for stage, expected in stages.items()},
@@ -99,13 +100,23 @@ def write_cost(
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:
-    """One line for the screen from what `write_cost` returned."""
-    counts = {name: n for name, n in cost.items() if name.endswith("_passes") and isinstance(n, int)}
-    line = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
-    if "last_start" in cost:
-        wall = cost["last_start"]["wall_seconds"]
-        line = f"predicted {between(wall['predicted'])}, took {duration(wall['measured'])}; {line}"
-    return f"cost         {line}"
+    """One line for the screen from what `write_cost` returned: of this start, where something was predicted of it."""
+    last = cost.get("last_start")
+    counts = cost if last is None else last["passes"]
+    made = {name: n for name, n in counts.items() if name.endswith("_passes") and isinstance(n, int) and n}
+    parts = [", ".join(passes(n, name) for name, n in made.items())]
+    if last is not None:
+        wall, tokens = last["wall_seconds"], last["tokens_per_stage"].values()
+        idle = not any(stage["measured"] for stage in tokens)
+        expected = "nothing was computed" if idle else f"predicted {between(wall['predicted'])}"
+        parts.insert(0, f"{expected}, took {duration(wall['measured'])}")
+    return f"cost         {'; '.join(filter(None, parts))}"
+
+
+def passes(count: float, name: str) -> str:
+    """How many passes, by their name in cost.json: 1 gradient pass, 2 removal passes."""
+    kind = name.removesuffix("_passes").replace("_", " ")
+    return f"{count:,.0f} {kind} {'pass' if count == 1 else 'passes'}"
 
 
 def between(seconds: Sequence[float]) -> str:

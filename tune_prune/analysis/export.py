@@ -100,6 +100,7 @@ def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
         "draws": plain_value(best["draws"]),
         "tasks": {task: plain_values(row, "acc", "stderr") for task, row in found.tasks.drop("mean").iterrows()},
         "baseline": plain_values(dense, *dense) or None,
+        "perplexity_text": found.model.text,
         "perplexity_window": found.model.window,
         "retained_accuracy": found.retained(best["acc_mean"]),
         "num_complete_trials": len(found.trials),

@@ -20,7 +20,7 @@ from tune_prune.analysis.export import SCHEMA_VERSION, across_view, best_entry, 
 from tune_prune.analysis.figures.figures_best import draw_best
 from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
-from tune_prune.analysis.rerun import command
+from tune_prune.analysis.rerun import best_command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.tables.sizes import is_within
 from tune_prune.core.errors import UserError
@@ -79,7 +79,7 @@ def _evidence(found: ModelFindings, findings: Findings) -> dict[str, Any]:
         difference = {} if gap is None else plain_values(vars(gap), "points", "stderr_points", "basis")
         about = {"within_points": findings.within, "is_within": is_within(found), "smallest_of_all_ratios": chosen}
         selection |= about | {"to_dense": difference}
-    return {"model": found.model.label, "command": command(found.model, found.best), "selection": selection}
+    return {"model": found.model.label, "command": best_command(found), "selection": selection}
 
 
 def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -1,17 +1,28 @@
-"""The shell command that runs one configuration of a search again."""
+"""The shell commands that run one configuration of a search again."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tune_prune.analysis.input.rows import config_of
+from tune_prune.analysis.input.rows import config_of, plain_value
 from tune_prune.analysis.input.study import Model
+from tune_prune.analysis.statistics.model_findings import ModelFindings
 
 
-def command(model: Model, row: Mapping[str, Any]) -> str | None:
-    """Lines for a shell: write a search space of the one configuration of `row`, and search it on what its trial was run on.
+def best_command(found: ModelFindings) -> str | None:
+    """`command` of the best configuration, on each of the draws that its accuracy is the mean of."""
+    source, draws = found.model.source, found.draws.get(found.best.name)
+    if source is None or draws is None:
+        return command(found.model, found.best)
+    own = map(plain_value, draws["seed"])  # None: the run's
+    return command(found.model, found.best, sorted(int(source["seed"] if seed is None else seed) for seed in own))
+
+
+def command(model: Model, row: Mapping[str, Any], seeds: Sequence[int] = ()) -> str | None:
+    """Lines for a shell: write a search space of the one configuration of `row`, and search it on what its trial was run on, or on
+    the draws of several `seeds`.
 
     None where it is not known what that was (rows of a results file).
     """
@@ -20,7 +31,8 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
         return None
     config = config_of(row)
     file = shlex.quote(f"{config.name}.yaml")
-    space = {"search": "grid"} | config.settings()
+    # A shape's default goes by the model's size.
+    space = {"search": "grid"} | config.settings() | {"shape": config.shape} | ({"seeds": list(seeds)} if seeds else {})
     lines = " ".join(shlex.quote(f"{name}: {value}") for name, value in space.items())
     protocol = source["protocol"]
     values = {**protocol, **source, "search_space": f"{config.name}.yaml", "tasks": ",".join(protocol["tasks"])}

@@ -165,6 +165,10 @@ def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_d
         "per_layer_config": per_layer,
         "auto_map": auto_map(config.model_type),
     }
+    if scaling := fields.get("logits_scaling"):
+        # vLLM runs a class that it does not know through transformers, and scales its logits by this alone. Its own Granite class
+        # would do both, so no config of the family itself has it.
+        fields["logit_scale"] = 1 / scaling
     dense = (config.num_key_value_heads, config.intermediate_size)
     if all(size.kv_heads in (0, dense[0]) and size.channels in (0, dense[1]) for size in sizes):
         # Whole blocks are gone and nothing else. The family's own class, forced on the checkpoint, raises where a tensor does

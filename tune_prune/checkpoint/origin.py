@@ -10,7 +10,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest, check_checkpoint, read
 from tune_prune.core.errors import UserError
-from tune_prune.models import hub, loading
+from tune_prune.models import hub, unsupported
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.registration import PREFIX
 
@@ -30,7 +30,7 @@ def find(source: ModelSource, config: PretrainedConfig) -> tuple[Path, Manifest]
         except EntryNotFoundError:
             return None
         except Exception as error:  # the hub client and the network libraries each raise their own kinds
-            raise loading.unavailable(source, error, MANIFEST) from error
+            raise unsupported.unavailable(source, error, MANIFEST) from error
     else:
         folder = Path(source.location)
     if source.file is not None:  # one that tune_prune has written has its manifest beside it
@@ -51,7 +51,7 @@ def verify(source: ModelSource, config: PretrainedConfig) -> Manifest | None:
             try:
                 _download(source, name)
             except Exception as error:  # as above
-                raise loading.unavailable(source, error, name) from error
+                raise unsupported.unavailable(source, error, name) from error
     check_checkpoint(folder, manifest, config, source.file)
     return manifest
 

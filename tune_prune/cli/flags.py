@@ -31,6 +31,7 @@ _LIBRARIES = "transformers.modeling_utils"  # the last import that every model n
 MODEL_HELP = "alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, local folder or GGUF file"
 REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
 RUN_DEFAULTS = {
+    "shape": "free, from 1B parameters on aligned",
     "seed": "0",
     "calibration": "embedded for embedded models, else the text of --data-dir, else wikitext2",
 }
@@ -83,7 +84,8 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="data type of the weights while they are used (default: bfloat16 on a GPU that has it, else float32)",
+        help="data type of the weights while they are used (default: bfloat16 for weights stored in 16 bits or fewer, on a GPU or "
+        "CPU that is faster in it; else float32)",
     )
 
 
@@ -122,7 +124,8 @@ def add_hyperparameter_flags(
                 "--align",
                 type=whole_number(1, 10**6),
                 metavar="N",
-                help="channels that MLP widths are multiples of in --shape aligned (default: 64, from 1B parameters on 256)",
+                help="channels that MLP widths are multiples of in --shape aligned (default: 64, from 1B parameters on 256) and "
+                "uniform (default: 1, from 1B parameters on 256)",
             )
 
 

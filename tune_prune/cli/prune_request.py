@@ -26,7 +26,6 @@ from tune_prune.core.values.kinds import plain
 from tune_prune.core.values.measures import wilson_errors
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
-from tune_prune.models import catalog
 from tune_prune.planning import resolve
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import selection, shapes
@@ -104,7 +103,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         )
     trial = _trial_folder(path, entry.get("output_dir"))
     known = _known(trial, recorded, run, config, path)
-    moved = run if base is None and revision is None else _moved(run, base, revision)
+    at, _ = resolve.searched_model(run, base, revision)
+    moved = run if base is None and revision is None else replace(run, model=at.name, revision=at.revision)
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
@@ -117,12 +117,6 @@ def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> di
         what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} results"
         raise UserError(f"{what}; choose one with --model: {', '.join(entries)}")
     return entries[label]
-
-
-def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
-    source = catalog.resolve(base or run.model, revision or run.revision)
-    resolve.check_revision(revision, base or run.model, source)
-    return replace(run, model=source.name, revision=source.revision)
 
 
 def _trial_folder(path: Location, recorded: Any) -> Location | None:
@@ -230,7 +224,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None) -> PruneRequest:
     """The configuration that `values` name, by the names of HYPERPARAMETERS (None or absent: the default), of a model that is
-    known without its weights; `align` is the N of shape aligned. Raises UserError."""
+    known without its weights; `align` is the N of shape aligned or uniform. Raises UserError."""
     method = load_method(values["method"])
     given = {name: plain(value) for name, value in values.items() if value is not None}
     missing = [name for name in method.hyperparameters if HYPERPARAMETERS[name].required and name not in given]
@@ -249,7 +243,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         raise UserError(
             f"{name} is {given[name]}, but nothing reads it; leave it out, or give {switch.name}={switch.example}"
         )
-    full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
+    full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | {"shape": shapes.BY_SIZE} | given
     method.check_shape(full["shape"])
     method.check_normalization(full["normalization"])
     (shape,) = resolve.aligned((full["shape"],), align)

@@ -12,6 +12,8 @@ import torch
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.process import machine
 from tune_prune.core.process.machine import size
+from tune_prune.models.loading import WIDE
+from tune_prune.models.runner.devices import bfloat16_speed, fast_at_bfloat16
 from tune_prune.models.runner.residency import Residency
 from tune_prune.planning.plan import Plan
 
@@ -85,21 +87,31 @@ def unseen_gpu_lines(plan: Plan) -> list[str]:
 
 
 def dtype_lines(plan: Plan) -> list[str]:
-    """Which GPUs make it float32 for those that have bfloat16; or what is slow about bfloat16 on a CPU without instructions for it;
-    those of a cluster may be others. Measured with AVX2 alone: a product of 128 rows takes 5 times as long as in float32, its
-    gradients 100 times."""
-    if plan.without_bfloat16 and plan.settings.dtype is None:
+    """Which data type trials compute in and why, where that is not plain: by how weights are stored, and by what the device is fast
+    at."""
+    narrow = any(model.stored_as not in WIDE for model in plan.models)
+    if plan.without_bfloat16 and plan.settings.dtype is None and narrow:
         names = listed(plan.without_bfloat16)
         return [
             f"float32, as {names} cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES, or give --dtype"
         ]
-    there = torch.cpu.get_capabilities()
-    slow = there.get("architecture") == "x86_64" and not there.get("avx512_bf16")
-    if plan.resources.gpus or plan.settings.address or plan.models[0].run.dtype != "bfloat16" or not slow:
-        return []
-    return [
-        "bfloat16, which this CPU has no instructions for: in float32 (without --dtype) it computes many times faster"
-    ]
+    on_cpu_here = not plan.resources.gpus and not plan.settings.address
+    if plan.settings.dtype is not None:
+        slow = plan.settings.dtype == "bfloat16" and on_cpu_here and not fast_at_bfloat16("cpu")
+        return [f"bfloat16, but {_compared()}; leave --dtype out for float32"] if slow else []
+    lines = []
+    for stored, dtype in dict.fromkeys((model.stored_as, model.run.dtype) for model in plan.models):
+        labels = [model.run.label for model in plan.models if model.stored_as == stored]
+        of = f" ({', '.join(labels)})" if len(labels) < len(plan.models) else ""
+        if stored not in WIDE and not plan.resources.gpus:
+            lines.append(f"{dtype}{of}: weights are stored in {stored}" + f"; {_compared()}" * on_cpu_here)
+        elif stored in WIDE and plan.resources.gpus:
+            lines.append(f"float32{of}, as weights are stored; --dtype bfloat16 takes half the memory and less time")
+    return lines
+
+
+def _compared() -> str:
+    return f"this CPU multiplies matrices {bfloat16_speed():.1f} times as fast in bfloat16 as in float32"
 
 
 def node_lines(plan: Plan) -> list[str]:

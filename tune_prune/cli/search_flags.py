@@ -62,7 +62,7 @@ def parser() -> Parser:
         "choices; KL to the dense model, mean of both texts (default: %(default)s)",
     )
     flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
-    flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")
+    flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free, from 1B parameters on aligned")
     what.add_argument(
         "--seeds",
         type=_seeds,

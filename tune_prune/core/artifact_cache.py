@@ -1,4 +1,5 @@
-"""Content-addressed cache of everything expensive: one file per result, named by a digest of all that it depends on.
+"""Content-addressed cache of everything expensive: one file per result, named by a digest of all that it depends on. To what a
+caller names as its key the versions of the libraries are added that computed it.
 
 It stands beside the experiments, so that a second search on the same model finds what the first has computed. Two
 processes that compute the same artifact write the same bytes; the rename makes either one whole. A file is an .npz
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.hashing import canonical_json, digest
+from tune_prune.core.hashing import canonical_json, digest, library_versions
 from tune_prune.core.storage.contract import StorageError
 from tune_prune.core.storage.node_cache import NodeCachedStore
 from tune_prune.core.store import Location, ObjectPath, location, open_store
@@ -80,7 +81,7 @@ class ArtifactStore:
     def put(self, kind: str, key: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Store arrays under `key`, atomically."""
         archive = io.BytesIO()
-        named: dict[str, Any] = {"kind": np.array(kind), "key": np.array(canonical_json(key)), **arrays}
+        named: dict[str, Any] = {"kind": np.array(kind), "key": np.array(canonical_json(_whole(key))), **arrays}
         np.savez(archive, **named)
         checksum = hashlib.sha256(archive.getbuffer()).digest()
         self._store.put(_name(kind, key), archive.getvalue() + checksum)
@@ -97,11 +98,14 @@ def _arrays(content: bytes, kind: str, key: dict[str, Any]) -> dict[str, np.ndar
         raise ValueError("its checksum does not match")
     with np.load(io.BytesIO(archive), allow_pickle=False) as stored:
         about = {name: str(stored[name]) for name in _ABOUT if name in stored.files}
-        # Older ones do not tell their kind.
-        if about.get("key") != canonical_json(key) or about.get("kind", kind) != kind:
+        if about != {"kind": kind, "key": canonical_json(_whole(key))}:
             raise ValueError("it is another artifact under this name")
         return {name: stored[name] for name in stored.files if name not in _ABOUT}
 
 
 def _name(kind: str, key: dict[str, Any]) -> str:
-    return f"{kind}-{digest(key)}.npz"
+    return f"{kind}-{digest(_whole(key))}.npz"
+
+
+def _whole(key: dict[str, Any]) -> dict[str, Any]:
+    return key | {"libraries": library_versions()}

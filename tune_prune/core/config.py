@@ -7,7 +7,7 @@ identity gives an equal key (docs/architecture.md, "Keys").
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -53,10 +53,10 @@ def reads_embedded_data(model: str, data_dir: str | None) -> bool:
 
 
 def alignment(shape: str) -> int | None:
-    """The N of shape "aligned-N"; None for "free" and "uniform"."""
+    """The N of shape "aligned-N" or "uniform-N", which MLP widths are multiples of; None for "free" and "uniform"."""
     match = SHAPE.fullmatch(shape)
     if match is None:
-        raise UserError(f"shape is {shape!r}; it must be free, uniform or aligned-N, e.g. aligned-64")
+        raise UserError(f"shape is {shape!r}; it must be free, uniform, aligned-N or uniform-N, e.g. aligned-64")
     return int(match[1]) if match[1] else None
 
 
@@ -167,10 +167,14 @@ class PruningConfig:
     def name(self) -> str:
         """Short and readable, e.g. `blockwise-s64-n128` or, off the defaults, `blockwise-s64-n128-d3-aligned-64`; unique
         within one pruning ratio."""
+        return self.named(HYPERPARAMETERS)
+
+    def named(self, shown: Container[str]) -> str:
+        """The same of the hyperparameters that are `shown`."""
         return "-".join(
             row.in_name(value)
             for name, row in HYPERPARAMETERS.items()
-            if (value := getattr(self, name)) != row.default and row.name_prefix is not None
+            if name in shown and (value := getattr(self, name)) != row.default and row.name_prefix is not None
         )
 
     def settings(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -39,6 +40,16 @@ class DamagedFile(UserError):
 def is_too_long(path: str) -> bool:
     """Whether no file or folder can have that path, or one of its parts as its name: both are bounded in bytes."""
     return len(os.fsencode(path)) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in path.split("/"))
+
+
+def utf8_text(content: bytes, name: object, newline: str | None = None) -> str:
+    """The text of a file, without a byte order mark, its newlines as `open` reads them. Raises UserError for `name`, with the place
+    in the file of the first byte that is no UTF-8."""
+    start = 3 if content.startswith(b"\xef\xbb\xbf") else 0
+    try:
+        return io.StringIO(content[start:].decode(), newline).read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text (byte {start + error.start:,}); write it as UTF-8") from error
 
 
 def to_json(value: Any, indent: int | None = 2, plain_ascii: bool = False) -> str:

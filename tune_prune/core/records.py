@@ -105,6 +105,8 @@ class TrialRecord:
     host: str = ""
     device_name: str = ""  # of the GPU or CPU; empty where the model was never opened, and in older records
     torch_version: str = ""  # likewise
+    transformers_version: str = ""  # likewise
+    method_code: str = ""  # digest of the code of its method and the method's statistics; empty in older records
     resources: dict[str, Number] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # caveats of the numbers, in sentences
     files: dict[str, str] = field(default_factory=dict)  # of its folder: name -> SHA-256; empty in older records

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.tokens import (
     HUB_PERPLEXITY_TOKENS,
     ZeroShotTokens,
+    hub_tokens,
+    suite_tokens,
     tokens_per_gpt2_token,
-    zero_shot_tokens,
 )
-from tune_prune.data import calibration, perplexity_text
-from tune_prune.data.sources import Contents, suite_key, task_source, uses_embedded_data
-from tune_prune.evaluation.suite import ZeroShotSuite
+from tune_prune.data.sources import Contents, task_source
+from tune_prune.evaluation.kept_suite import KeptSuite, caveats
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
@@ -40,14 +40,13 @@ class Workload:
     perplexity_tokens: int
     perplexity_window: int
     zero_shot: ZeroShotTokens
+    notes: tuple[str, ...] = ()  # on what its accuracies will say, in sentences
+    keep_suite: Callable[[], None] | None = None  # stores what lm-eval has made of the tasks, for the trials
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest sampled item."""
-        rows = self.zero_shot.rows
-        if rows is None:
-            return min(LONGEST_ROW, self.config.max_position_embeddings)
-        return max(len(row.tokens) for row in (*rows.plain, *rows.trees))
+        """Tokens of the longest row of zero-shot items."""
+        return self.zero_shot.longest_row or min(LONGEST_ROW, self.config.max_position_embeddings)
 
 
 def workload(
@@ -57,21 +56,26 @@ def workload(
     store: ArtifactStore,
     model_fingerprint: str,
 ) -> Workload:
-    """Counts the tokens of `run`. Raises UserError for files that cannot be read."""
-    embedded = uses_embedded_data(run)
-    if run.data_dir is None and not embedded:
+    """Counts the tokens of the very items and text that the trials of `run` read; of the hub's, which are read once the search has
+    started, by a table. Raises UserError for what cannot be read, scored or embedded."""
+    contents = Contents(run)
+    kept, of_hub = KeptSuite(run, contents, config, model_fingerprint, store), task_source(run).kind == "hub"
+    suite, keep = kept.read(), None
+    if of_hub:
         tokens = round(HUB_PERPLEXITY_TOKENS * tokens_per_gpt2_token(tokenizer))
+        tokens = min(tokens, run.protocol.perplexity_tokens or tokens)
     else:
-        tokens = len(calibration.tokenize(tokenizer, perplexity_text.load_text(run.data_dir, embedded)))
-    tokens = min(tokens, run.protocol.perplexity_tokens or tokens)
-    key = suite_key(run, Contents(run).tasks, model_fingerprint, config.max_position_embeddings)
-    suite = store.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, run.protocol))
-    counted = None if suite is None else sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
+        tokens = len(contents.perplexity_tokens(tokenizer, config.vocab_size))
+        if suite is None:
+            suite = kept.make(tokenizer)
+            keep = partial(kept.keep, suite)
     return Workload(
         config,
         tokens,
         min(run.protocol.perplexity_window, config.max_position_embeddings),
-        zero_shot_tokens(tokenizer, run.protocol, task_source(run), counted),
+        hub_tokens(tokenizer, run.protocol) if suite is None else suite_tokens(suite),
+        caveats(tokenizer, suite),
+        keep,
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune import embedded
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.files import utf8_text
 from tune_prune.core.hashing import digest, seed_for
 from tune_prune.core.values.kinds import KNOWN_TEXTS, texts_of
 from tune_prune.models import hub
@@ -96,9 +97,10 @@ def load_text(source: str) -> str:
         return embedded.calibration_text()
     if source not in HUB_TEXTS:
         try:
-            text = Path(source).read_text(encoding="utf-8-sig")  # a byte order mark is no text
-        except (OSError, ValueError) as error:  # a name with a zero byte, or no UTF-8
+            content = Path(source).read_bytes()
+        except (OSError, ValueError) as error:  # a name with a zero byte
             raise UserError(f"calibration text {source} cannot be read ({error}); give a UTF-8 text file") from error
+        text = utf8_text(content, f"calibration text {source}")
         if not text.strip():
             raise UserError(f"calibration text {source} is empty; give a text file with enough tokens for the search")
         return text
@@ -146,6 +148,15 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 def tokens_of(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[torch.Tensor, ...]:
     """The tokens of each text of a resolved source. Raises UserError."""
     return tuple(tokenize(tokenizer, load_text(part)) for part in texts_of(source))
+
+
+def check_token_ids(label: str, largest: int, vocab_size: int, where: str = "") -> None:
+    """Raise UserError where the `largest` token id of a text is none that the model `label` knows; `where`: in which, in words."""
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer of {label} gives the token id {largest}{where}, but vocab_size in its config.json is {vocab_size}; use "
+            "the model's own tokenizer files"
+        )
 
 
 def samples(texts: Sequence[torch.Tensor], seq_len: int, count: int, seed: int) -> torch.Tensor:

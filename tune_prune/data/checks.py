@@ -48,13 +48,7 @@ def check_data(run: ModelRun) -> None:
         hub.dataset_commit(repo)
     if run.data_dir is not None and source.kind == "folder":
         path = Path(run.data_dir) / perplexity_text.TEXT_FILE
-        try:
-            text = perplexity_text.load_text(run.data_dir, False)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"the perplexity text {path} is not UTF-8 (byte {error.start}); write it as UTF-8"
-            ) from error
-        if not text.strip():
+        if not perplexity_text.load_text(run.data_dir, False).strip():
             raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
 
 
@@ -135,13 +129,5 @@ def check_calibration(
                 calibration.windows(tokens, seq_len, len(range(index, num_samples, len(parts))), run.seed)
             except UserError as error:
                 raise UserError(f"{text}, of {run.calibration}: {error}" if len(parts) > 1 else str(error)) from error
-        check_token_ids(source.label, int(tokens.max()), config.vocab_size)
-
-
-def check_token_ids(label: str, largest: int, vocab_size: int, where: str = "") -> None:
-    """Raise UserError where the `largest` token id of a text is none that the model `label` knows; `where`: in which, in words."""
-    if largest >= vocab_size:
-        raise UserError(
-            f"the tokenizer of {label} gives the token id {largest}{where}, but vocab_size in its config.json is {vocab_size}; use "
-            "the model's own tokenizer files"
-        )
+        where = f" in calibration text {text}"
+        calibration.check_token_ids(source.label, int(tokens.max()), config.vocab_size, where)

@@ -1,15 +1,18 @@
-"""The text whose perplexity is reported: WikiText-2 raw test, of the hub or of a file, or the embedded one."""
+"""The text whose perplexity is reported: WikiText-2 raw test of the hub, the file in its place, or the embedded one."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import utf8_text
 from tune_prune.models import hub
 
 HUB_TEXT = "Salesforce/wikitext"  # repository
 TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"
+WIKITEXT2 = "696cca6b65a171b0"  # fingerprint of a file that holds WikiText-2 raw test
 
 
 def load_text(data_dir: str | None, embedded: bool) -> str:
@@ -28,8 +31,8 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
             raise UserError(
                 f"the perplexity text {path} is missing; put the raw WikiText-2 test there, or leave --data-dir out"
             )
-        with path.open(encoding="utf-8-sig") as file:
-            return "\n\n".join(line if line.strip() else "" for line in file)
+        lines = io.StringIO(utf8_text(path.read_bytes(), f"the perplexity text {path}"))
+        return "\n\n".join(line if line.strip() else "" for line in lines)
 
     commit = hub.dataset_commit(HUB_TEXT)
     from datasets import load_dataset

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SUITE_VERSION = 1  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
+SUITE_VERSION = 2  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
 
 
 def uses_embedded_data(run: ModelRun) -> bool:
@@ -37,6 +37,13 @@ def hub_datasets(run: ModelRun) -> list[str]:
     if task_source(run).kind == "hub":
         repos += [perplexity_text.HUB_TEXT, *(filter(None, map(task_files.hub_dataset, run.protocol.tasks)))]
     return list(dict.fromkeys(repos))
+
+
+def perplexity_text_name(run: ModelRun) -> str:
+    """What the perplexity text of `run` is by its content: embedded, wikitext2, other. Raises UserError where it is missing."""
+    if uses_embedded_data(run):
+        return "embedded"
+    return "wikitext2" if run.data_dir is None or Contents(run).text == perplexity_text.WIKITEXT2 else "other"
 
 
 @dataclass(frozen=True)
@@ -86,18 +93,21 @@ class Contents:
         """The data fingerprint with that calibration text."""
         return digest({"calibration": self.calibration(source), "perplexity": self.text, "tasks": self.tasks})
 
-    def calibration_tokens(self, tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[torch.Tensor, ...]:
-        """`calibration.tokens_of` that text."""
+    def calibration_tokens(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, source: str
+    ) -> tuple[torch.Tensor, ...]:
+        """`calibration.tokens_of` that text, all of which a model of that vocabulary knows."""
         known = self.calibration(source)
         tokens = calibration.tokens_of(tokenizer, source)
+        for part in tokens:
+            calibration.check_token_ids(self._run.label, int(part.max()), vocab_size, f" in calibration text {source}")
         return self._unchanged(f"calibration text {source}", tokens, known, Contents(self._run).calibration(source))
 
-    def perplexity_tokens(self, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-        """All tokens of the perplexity text [N]."""
-        known = self.text
-        tokens = calibration.tokenize(
-            tokenizer, perplexity_text.load_text(self._run.data_dir, uses_embedded_data(self._run))
-        )
+    def perplexity_tokens(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> torch.Tensor:
+        """The tokens of the perplexity text [N], as many as the run reads, all of which a model of that vocabulary knows."""
+        known, text = self.text, perplexity_text.load_text(self._run.data_dir, uses_embedded_data(self._run))
+        tokens = calibration.tokenize(tokenizer, text)[: self._run.protocol.perplexity_tokens]
+        calibration.check_token_ids(self._run.label, int(tokens.max()), vocab_size, " in the perplexity text")
         return self._unchanged("the perplexity text", tokens, known, Contents(self._run).text)
 
     def of_tasks(self, build: Callable[[], T]) -> T:

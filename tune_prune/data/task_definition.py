@@ -17,6 +17,7 @@ import yaml
 
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import utf8_text
 
 MAX_BYTES = 100_000  # of a file; lm-eval's own are below 10,000
 MAX_VALUES = 10_000  # of a definition, aliases followed
@@ -181,15 +182,10 @@ def _load(path: Path, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise UserError(
-                f"{path} has {size:,} bytes, and a definition has at most {MAX_BYTES:,}; name the right file"
-            )
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); write it as UTF-8") from error
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise UserError(f"{path} has {size:,} bytes, and a definition has at most {MAX_BYTES:,}; name the right file")
+    return utf8_text(path.read_bytes(), path)
 
 
 def _count(path: Path, root: Any) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import yaml
 
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.files import utf8_text
 from tune_prune.data.task_definition import followed, read_definition
 from tune_prune.embedded import tasks_dir
 from tune_prune.models import hub
@@ -230,11 +231,7 @@ def load_items(path: str, split: str, fields: list[str], **_: Any) -> DatasetDic
 def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The items of a JSON-lines file. Raises UserError, with file and line, for bad JSON or a field that is missing or null."""
     items = []
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); write it as UTF-8") from error
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(utf8_text(path.read_bytes(), path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -59,6 +59,7 @@ class TemplateProcess:
                 [sys.executable, "-P", str(_PROGRAM), str(SECONDS), str(CPU_SECONDS)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for this process, whose end closes the input
                 text=True,
                 encoding="utf-8",
             )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Any, NoReturn
 
 import numpy as np
@@ -74,7 +76,9 @@ class SharedPrefixLM(LM):
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], max_length: int) -> list[Request]:
-    """lm-eval's requests of type loglikelihood as tokens, in order.
+    """lm-eval's requests of type loglikelihood as tokens, in order, split as lm-eval does: the continuation is what is left behind
+    as many tokens as the context alone has. Where that is nothing (tokens that cross word boundaries), it is every token that
+    differs from the context's, and the request is `crossing`.
 
     Cut to `max_length` as HFLM does: the last max_length + 1 tokens, of which the last is only predicted. Raises
     UserError for continuations without tokens or with more than that, and for a tokenizer with neither BOS nor EOS.
@@ -86,7 +90,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], ma
         )
     requests = []
     pairs = _encode_pairs(tokenizer, instances)
-    for instance, (_, context_ids, continuation_ids) in zip(instances, pairs, strict=True):
+    for instance, (context_ids, continuation_ids, crossing) in zip(instances, pairs, strict=True):
         if not continuation_ids:
             raise _without_tokens(instance)
         if len(continuation_ids) > max_length:
@@ -95,15 +99,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], ma
                 "out with --tasks or use a model with a longer limit"
             )
         inputs = (context_ids + continuation_ids)[-(max_length + 1) :][:-1]
-        requests.append(Request(np.array(inputs, dtype=np.int32), np.array(continuation_ids, dtype=np.int32)))
+        ids, targets = (np.array(tokens, dtype=np.int32) for tokens in (inputs, continuation_ids))
+        requests.append(Request(ids, targets, crossing))
     return requests
 
 
-_Pair = tuple[tuple[str, str], list[int], list[int]]
+_Pair = tuple[list[int], list[int], bool]
 
 
 def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance]) -> list[_Pair]:
-    """((context, continuation), context ids, continuation ids) of every request.
+    """(context ids, continuation ids, whether a token crosses from one to the other) of every request.
 
     HFLM's rule goes over the requests twice. The first time, the texts that it would encode are only noted; they are
     then encoded all at once and each once, which a fast tokenizer does on all cores; the second time their tokens are returned.
@@ -143,7 +148,15 @@ class _Encoding(HFLM):
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list:
         """Where HFLM would run its model: hands back the encoded pairs. Its rule moves white space from the end of the context to
         the continuation; it stops where nothing is left before it, which stands for an empty context here."""
-        return [(texts, context or [self.prefix_token_id], continuation) for texts, context, continuation in requests]
+        pairs: list[_Pair] = []
+        for texts, context, continuation in requests:
+            crossing = not continuation and texts[0] != ""
+            if crossing:
+                whole = self.tok_encode("".join(texts))
+                same = list(takewhile(bool, map(eq, context, whole)))
+                context, continuation = whole[: len(same)], whole[len(same) :]
+            pairs.append((context or [self.prefix_token_id], continuation, crossing))
+        return pairs
 
 
 class _BulkTokenizer:

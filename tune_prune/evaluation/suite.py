@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.terminal import progress
-from tune_prune.data.checks import check_token_ids
+from tune_prune.data.calibration import check_token_ids
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
 from tune_prune.evaluation.engine.rows import Request, RequestScores, most_halvings
 from tune_prune.evaluation.item_scores import ItemScore
@@ -62,6 +62,7 @@ class ZeroShotSuite:
         for item in self.items:
             by_task.setdefault(item.task, []).append(item)
         self.items_per_task = {task: len(members) for task, members in by_task.items()}
+        self.num_crossing = sum(any(request.crossing for request in item.requests) for item in self.items)
         self.gold_items_per_task = dict(Counter(item.task for item in self.items if item.gold >= 0))
         added: list[list[Item]] = [[] for _ in protocol.slices]
         counts = even_slices(self.items_per_task, protocol.slices)
@@ -108,7 +109,11 @@ class ZeroShotSuite:
 
     def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
         """Tokens (without padding) that scoring the items which this slice adds forwards."""
-        return self._slices[slice_index].rows(share).num_tokens
+        return self.rows_in_slice(slice_index, share).num_tokens
+
+    def rows_in_slice(self, slice_index: int, share: bool = True) -> Rows:
+        """What is forwarded for them."""
+        return self._slices[slice_index].rows(share)
 
     def request_scores(
         self,
@@ -171,6 +176,7 @@ class ZeroShotSuite:
             "lengths": _integers(length for item in self.items for length in item.lengths),
             "num_inputs": _integers(len(request.inputs) for request in requests),
             "num_targets": _integers(len(request.targets) for request in requests),
+            "crossing": np.array([request.crossing for request in requests]),
             "inputs": np.concatenate([request.inputs for request in requests]),
             "targets": np.concatenate([request.targets for request in requests]),
         }
@@ -180,7 +186,7 @@ class ZeroShotSuite:
         """The suite whose `arrays` these are."""
         inputs = _split(arrays["inputs"], arrays["num_inputs"])
         targets = _split(arrays["targets"], arrays["num_targets"])
-        requests = [Request(*pair) for pair in zip(inputs, targets, strict=True)]
+        requests = [Request(*one) for one in zip(inputs, targets, arrays["crossing"].tolist(), strict=True)]
         lengths = arrays["lengths"].tolist()
         tasks = arrays["tasks"].tolist()
         columns = (arrays[name].tolist() for name in ("task", "doc_id", "gold", "num_requests", "num_lengths"))

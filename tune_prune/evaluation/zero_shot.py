@@ -45,6 +45,8 @@ from tune_prune.evaluation.suite import Item, ZeroShotSuite
 
 Rendering = Callable[[], contextlib.AbstractContextManager[None]]
 _LM_EVAL_ENVIRONMENT = threading.RLock()
+# lm-eval's own environment, which compiles each template once: that takes far longer than to render it.
+_COMPILED = SimpleNamespace(from_string=functools.cache(lm_eval.utils.env.from_string))
 
 
 def build_suite(
@@ -125,7 +127,7 @@ def _judged_by_lm_eval(
 
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
     """The protocol's tasks, each with its requests built."""
-    templates = functools.partial(_rendered_by, TemplateProcess())
+    templates = functools.partial(_rendered_by, _Templates(TemplateProcess()))
     with temporary.folder() as folder:
         if source.kind == "hub":
             for name in dict.fromkeys(protocol.tasks):
@@ -135,7 +137,7 @@ def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Ta
             try:
                 if source.is_data(file):
                     with templates(), _of_the_first_item():
-                        task = ConfigurableTask(config=plain_definition(file))
+                        task = _PlainTask(config=plain_definition(file))
                     _build_requests(task, protocol.limit, templates)
                 else:
                     task = _load(TaskManager(include_defaults=False), str(write_definition(file, folder)))
@@ -145,6 +147,16 @@ def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Ta
             except Exception as error:  # a definition may call anything, so it may raise anything
                 raise cannot_be_built(file, error) from error
             yield task
+
+
+class _PlainTask(ConfigurableTask):
+    """A task whose definition is data."""
+
+    def doc_to_choice(self, doc: Any, *template: Any) -> list[str]:
+        choices = None if self.config.doc_to_choice is None else super().doc_to_choice(doc, *template)
+        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+            raise ValueError(f"doc_to_choice makes {choices!r:.100}, and a list of texts is needed")
+        return choices
 
 
 def _load_from_hub(name: str, limit: int | None, folder: Path) -> Task:
@@ -190,12 +202,10 @@ def _of_the_first_item() -> Iterator[None]:
         raise
 
 
-def _build_requests(task: Task, limit: int | None, templates: Rendering = contextlib.nullcontext) -> None:
-    """Renders the requests, and every document's text, target and choices once and for all, inside `templates()`.
-
-    lm-eval compiles a template anew at each rendering, and `process_results` renders: that would cost every trial as
-    much as running a small model.
-    """
+def _build_requests(task: Task, limit: int | None, templates: Rendering | None = None) -> None:
+    """Renders the requests, and every document's text, target and choices once and for all, inside `templates()`: `process_results`
+    renders, too, which would cost every trial as much as running a small model."""
+    templates = templates or functools.partial(_rendered_by, _COMPILED)
     for name in ("doc_to_text", "doc_to_target", "doc_to_choice"):
         setattr(task, name, _rendered_once(getattr(task, name), templates))
     construct = task.construct_requests
@@ -234,11 +244,11 @@ def _rendered_once(render: Callable[..., Any], templates: Rendering) -> Callable
 
 
 @contextlib.contextmanager
-def _rendered_by(process: TemplateProcess) -> Iterator[None]:
-    """Inside, lm-eval renders every template in that process. Its environment is a global of its module, so that other threads
-    wait for each other here."""
+def _rendered_by(environment: Any) -> Iterator[None]:
+    """Inside, lm-eval renders every template by what has jinja2's `from_string`. Its environment is a global of its module, so that
+    other threads wait for each other here."""
     with _LM_EVAL_ENVIRONMENT:
-        own, lm_eval.utils.env = lm_eval.utils.env, _Templates(process)
+        own, lm_eval.utils.env = lm_eval.utils.env, environment
         try:
             yield
         finally:

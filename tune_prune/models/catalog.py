@@ -18,6 +18,9 @@ from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import MAX_NAME, MAX_PATH, is_too_long
 from tune_prune.models.gguf import files as gguf_files
 
+ADAPTER = "adapter_config.json"  # by which peft and transformers know an adapter
+MERGE = "merge the adapter into the model that it names (peft: merge_and_unload, then save_pretrained)"
+
 # alias -> hub id
 HUB_ALIASES = {
     "llama": "meta-llama/Meta-Llama-3-8B",
@@ -54,7 +57,9 @@ class ModelSource:
     def found_as(self) -> str:
         """Where a model was found that can come from several places, or that a file holds in another form; empty of others."""
         if self.file is not None:
-            return f"{self.gguf}" + (f", of package {self.name}" if self.name == gguf_files.PACKAGE else "")
+            again = gguf_files.head(Path(self.location))
+            package = f", of package {self.name}" if self.name == gguf_files.PACKAGE else ""
+            return f"{self.gguf}{package}" + (f"; {again}" if again else "")
         return f"{self.location} of the hub" if self.name == gguf_files.ALIAS else ""
 
 
@@ -85,6 +90,10 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
     if path.is_dir():
         check_label(path.resolve().name, f"model folder {name}")
         if not (path / "config.json").is_file():
+            if (path / ADAPTER).is_file():
+                raise UserError(
+                    f"model folder {name} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder"
+                )
             if found := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
                 raise UserError(
                     f"model folder {name} holds a GGUF file and no config.json; name the file: --model {found[0]}"

@@ -30,6 +30,18 @@ def probe(repo: str, file: str, revision: str | None = None, repo_type: str = "m
     huggingface_hub.get_hf_file_metadata(url)
 
 
+def holds(repo: str, file: str, revision: str | None = None) -> bool:
+    """Whether model `repo` is known to have `file`, by the cache or by one request; False where the hub cannot be asked."""
+    cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
+    if cached is not None or constants.HF_HUB_OFFLINE:
+        return isinstance(cached, str)
+    try:
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file, revision=revision))
+    except Exception:  # noqa: BLE001  # no such file, or no network, a proxy, a hub that is down, each of its own kind
+        return False
+    return True
+
+
 @cache
 def obstacle(repo: str) -> str:
     """Why model `repo` cannot be had, neither from the hub's cache nor from the hub, in a clause; empty where it can. Asked once by
@@ -46,37 +58,44 @@ def obstacle(repo: str) -> str:
     return ""
 
 
-def commit(repo: str, revision: str | None = None) -> str | None:
-    """The commit that the cache holds of a model under `revision` (branch, tag or commit; None: main); None where its
-    config.json was never fetched.
-
-    From the cache's layout, snapshots/<commit>/: newer transformers no longer tell it."""
+def folder(repo: str, revision: str | None = None) -> Path | None:
+    """Where the cache holds files of a model under `revision` (branch, tag or commit; None: main); None where its config.json was
+    never fetched."""
     cached = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
-    return Path(cached).parent.name if isinstance(cached, str) else None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def commit(repo: str, revision: str | None = None) -> str | None:
+    """The commit of `folder`, from the cache's layout, snapshots/<commit>/: newer transformers no longer tell it."""
+    cached = folder(repo, revision)
+    return cached.name if cached else None
 
 
 def fetch_weights(repo: str, revision: str | None = None) -> None:
-    """Have the cache hold the weight files that transformers reads of model `repo`; nothing is done offline, or for a model
-    that has only pickled weights. Raises what the hub client raises."""
+    """Have the cache hold the weight files that transformers reads of model `repo`; nothing is done offline. Raises what the hub
+    client raises."""
     from tune_prune.models import weight_files  # imports torch
 
-    whole, index = "model.safetensors", "model.safetensors.index.json"
-
-    def cached(name: str) -> str | None:
-        path = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
-        return path if isinstance(path, str) else None
+    def cached(name: str) -> object:
+        return huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
 
     def fetched(name: str) -> str | None:
+        known = cached(name)
+        if known is not None:  # where it is, or that the repository has no such file
+            return known if isinstance(known, str) else None
         try:
-            return cached(name) or huggingface_hub.hf_hub_download(repo, name, revision=revision)
+            return huggingface_hub.hf_hub_download(repo, name, revision=revision)
         except RemoteEntryNotFoundError:
             return None
 
-    if constants.HF_HUB_OFFLINE or (cached(index) is None and fetched(whole) is not None):
-        return
-    path = fetched(index)
-    for file in weight_files.files(Path(path).parent) if path is not None else []:
-        fetched(file.name)
+    for whole in [] if constants.HF_HUB_OFFLINE else (weight_files.SAFETENSORS, weight_files.PICKLED):
+        index = weight_files.index_of(Path(whole)).name
+        if not isinstance(cached(index), str) and fetched(whole) is not None:
+            return
+        if (path := fetched(index)) is not None:
+            for file in weight_files.parts(Path(path)):
+                fetched(file.name)
+            return
 
 
 def dataset_commit(repo: str) -> str | None:

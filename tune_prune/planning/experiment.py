@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,7 +22,7 @@ from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import MAX_NAME, DamagedFile, to_json
-from tune_prune.core.hashing import is_sealed
+from tune_prune.core.hashing import is_sealed, library_versions, public
 from tune_prune.core.ledger import (
     Ledger,
     PassLog,
@@ -36,10 +38,15 @@ from tune_prune.core.ledger import (
 from tune_prune.core.records import TrialRecord, stranger
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.core.values.kinds import texts_of
+from tune_prune.data.sources import perplexity_text_name
 from tune_prune.evaluation.item_scores import accuracies
 from tune_prune.planning.draws import Round, first_given
 from tune_prune.planning.plan import ModelPlan, Plan, one_or_list
 from tune_prune.planning.recoveries import Trained
+from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.statistics import parse
+
+log = logging.getLogger(__name__)
 
 _ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
@@ -73,12 +80,15 @@ def check_writable(folder: Location) -> None:
 
 
 def check_same_identity(
-    store: Store, identities: Mapping[str, Mapping[str, Any]], objective: str | None = None
+    store: Store,
+    identities: Mapping[str, Mapping[str, Any]],
+    objective: str | None = None,
+    methods: Iterable[str] = (),
 ) -> list[TrialRecord]:
     """Refuse to add trials of another identity to an experiment that has results, and say what differs; and to go on where a result
     is damaged or is not of the experiment. Gives the records of its trials.
 
-    `identities` is ModelPlan.identity() by label, `objective` that of Plan.
+    `identities` is ModelPlan.identity() by label, `objective` that of Plan; `methods` are those of its trials.
     """
     records, baselines = Ledger(store).records(), read_baselines(store)
     if store.get(BASELINES) is None and not records:
@@ -101,8 +111,39 @@ def check_same_identity(
             "experiment with --name"
         )
     _check_own(store, about, records, baselines)
+    _check_code(store, records, methods)
     PassLog(store).read()
     return records
+
+
+def _check_code(store: Store, records: Iterable[TrialRecord], methods: Iterable[str]) -> None:
+    """Raise UserError where trials of a method were chosen by other code than it has now."""
+    for method in map(load_method, methods):
+        own = [record for record in records if record.config.get("method") == method.name and record.status != "failed"]
+        if others := sum(record.method_code not in ("", method.code) for record in own):
+            files = [f"{name}.py" for name in (method.name, *sorted({parse(one)[0] for one in method.statistics}))]
+            raise UserError(
+                f"experiment {store.folder} has {others} trial{'s' * (others > 1)} of method {method.name} as it was before "
+                f"its code was changed ({', '.join(files)}); give the changed method another name, or start another experiment "
+                "with --name, which finds again what is in the cache beside it"
+            )
+
+
+def warn_of_other_versions(store: Store, records: Iterable[TrialRecord]) -> None:
+    """Log a warning where results of the experiment were made with other versions of libraries than are installed now."""
+    kept = [record for record in (*records, *read_baselines(store).values()) if record.status != "failed"]
+    others = []
+    for library in ("torch", "transformers"):  # what records name
+        now, found = library_versions()[library], Counter(public(getattr(one, f"{library}_version")) for one in kept)
+        others += [
+            f"{found[then]} with {library} {then} (now {now})" for then in sorted(found) if then not in ("", now)
+        ]
+    if others:
+        log.warning(
+            "of the results in %s some were made with other versions, which may have given other numbers than those to come: %s; "
+            "install these again, or start another experiment with --name",
+            *(store.folder, ", ".join(others)),
+        )
 
 
 def _check_own(
@@ -160,7 +201,8 @@ def _models(store: Store, about: Mapping[str, Any]) -> dict[str, Any]:
 def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     """experiment.json: what the experiment is, for people and for the analysis, which it gives, too. Models of earlier starts are
     kept. Hold `store.lock()`: another search may have started since the plan was made."""
-    check_same_identity(store, {model.run.label: model.identity() for model in plan.models}, plan.objective)
+    identities = {model.run.label: model.identity() for model in plan.models}
+    check_same_identity(store, identities, plan.objective, plan.space.values["method"])
     about = read_about(store) or {"models": {}}
     if not is_sealed(about):
         _seal(store)
@@ -175,6 +217,7 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             "run": model.run.to_dict(),
             "meaning": model.identity() | texts,
             "geometry": asdict(model.geometry),
+            "perplexity_text": perplexity_text_name(model.run),
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
             "trial_keys": _trial_keys(plan, model),
@@ -255,17 +298,20 @@ def _with_files(record: TrialRecord, store: Store, path: Location) -> TrialRecor
 
 
 def git_commit() -> str | None:
-    """The commit of the source checkout this runs from, with "-dirty" for changed files; None when installed elsewhere."""
-    folder = Path(__file__).resolve().parents[2]
-    if not (folder / ".git").exists():
+    """The commit of the source checkout this runs from, with "-dirty" for changed files and for code of the package that git does
+    not know, ignored or not; None when installed elsewhere."""
+    package = Path(__file__).resolve().parents[1]
+    if not (package.parent / ".git").exists():
         return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(package), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        commit = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+        unknown = git("ls-files", "--others", "*.py")
     except (OSError, subprocess.CalledProcessError):  # no git program, or no commit yet
         return None
-    return answer.stdout.strip()
+    return f"{commit.removesuffix('-dirty')}-dirty" if unknown else commit

@@ -31,8 +31,8 @@ class SearchSettings:
     num_trials: int | None = None  # per model, pruning ratio and recovery, optuna only
     objective: Literal["accuracy", "perplexity", "gold_logprob", "kl"] = "accuracy"  # what optuna looks for
     pruning_ratio: float | None = None  # None: the search space's, else 0.2
-    shape: str | None = None  # free, aligned, aligned-N or uniform; None: the search space's, else free
-    align: int | None = None  # N of the aligned shape; None: as suits the model
+    shape: str | None = None  # free, or aligned or uniform with -N or without; None: the search space's, else by size
+    align: int | None = None  # N of these shapes; None: as suits the model
     revision: str | None = None
     calibration: str | None = None
     data_dir: str | None = None
@@ -80,11 +80,12 @@ class ModelPlan:
     gguf: GgufOrigin | None = None  # the file that the model was read from, if it was one
     other_ways: tuple[MemoryPlan, ...] = ()  # that `other_step` would open to its trials
     other_step: str = ""
+    stored_as: str = "float32"  # what its weights are stored in
     found_as: str = ""  # where the model was found, if that is not clear from its name
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        """Of its trials: "free", "aligned-N", "uniform"."""
+        """Of its trials: "free", "aligned-N", "uniform" or "uniform-N"."""
         return tuple(dict.fromkeys(config.shape for config, _ in self.trials))
 
     def identity(self) -> dict[str, Any]:

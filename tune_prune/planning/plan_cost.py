@@ -99,7 +99,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
             f"measured on one of several kinds of GPU, whose kernels differ in the last bits: {', '.join(plan.gpu_names)}"
         )
     if any(not work.zero_shot.exact for work in works):
-        notes.append("~ zero-shot tokens are estimated from a sample of the items")
+        notes.append("~ zero-shot tokens are estimated: the hub's items are read once the search has started")
     stops = ([] if settings.scheduler == "none" else [settings.scheduler]) + ["the KL filter"] * settings.kl_filter
     if stops:
         notes.append(f"an upper bound: {' and '.join(stops)} stop{'s' if len(stops) == 1 else ''} trials early")

@@ -8,7 +8,7 @@ experiment (may it go on) -> plan_cost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,19 +74,27 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         nodes, gpus = _of_card(settings, card) if card else _nodes(settings, told)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
-        dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
+
+        def fast() -> bool:  # asked for models whose weights are stored in fewer than 32 bits
+            if on_gpu:
+                return all(gpu.bfloat16 for gpu in gpus)
+            return all(n.bfloat16 for n in told if n.runs_trials) if told else devices.fast_at_bfloat16(device)
+
         # The run's text is the one of the flag or, where only the space names some, the first of those.
         asked = replace(settings, calibration=settings.calibration or space.values["calibration"][0])
-        models = tuple(_plan_model(asked, space, name, device, dtype, store) for name in settings.models)
+        models = tuple(_plan_model(asked, space, name, device, fast, store, card) for name in settings.models)
         _check_distinct(models)
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         identities = {model.run.label: model.identity() for model in models}
         objective = settings.objective if space.search == "optuna" else None
-        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective)
+        methods = space.values["method"]
+        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective, methods)
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told, card=card)
         plan = replace(plan, left=sum(plan_cost.left(plan, model, finished)[1] for model in models))
+        if plan.left and not card:
+            experiment.warn_of_other_versions(open_store(folder), records)
         work = plan_cost.at_once(plan, finished)
         # Inline, the trial of the moment has a GPU to itself, or several.
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
@@ -101,7 +109,7 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
                 (bounds.of[place] // away for place, away in waiting if place in bounds.of),
                 default=1 if waiting else MAX_TRIALS_PER_GPU,
             )
-            with _advice_for(card, dtype):
+            with _advice_for(card, {model.run.dtype for model in models}):
                 resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
             slots = memory_bounds.slots(settings, resources, nodes, work)
             gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
@@ -155,14 +163,14 @@ def _check_card(settings: SearchSettings, card: Card) -> None:
 
 
 @contextlib.contextmanager
-def _advice_for(card: Card | None, dtype: str) -> Iterator[None]:
+def _advice_for(card: Card | None, dtypes: Collection[str]) -> Iterator[None]:
     """What to do about a trial that does not fit a GPU which is not here."""
     try:
         yield
     except TooLittleMemory as error:
         if card is None:
             raise
-        smaller = "use --dtype bfloat16, or " if card.bfloat16 and dtype == "float32" else "or "
+        smaller = "use --dtype bfloat16, or " if card.bfloat16 and "float32" in dtypes else "or "
         raise TooLittleMemory(error.fact, f"plan for a larger --gpu, {smaller}choose a smaller model") from None
 
 
@@ -200,11 +208,12 @@ def _plan_model(
     space: SearchSpace,
     name: str,
     device: str,
-    dtype: str,
+    fast: Callable[[], bool],
     store: artifact_cache.ArtifactStore,
+    card: Card | None,
 ) -> ModelPlan:
     try:
-        model = resolve.dense_model(settings, name, dtype)
+        model = resolve.dense_model(settings, name, fast)
         source, run, config, geometry = model.source, model.run, model.config, model.geometry
         configs = _configs(space, geometry, run, source)
         sizes = dict.fromkeys((config.pruning_ratio, config.shape, config.layer_cap) for config in configs)
@@ -227,8 +236,8 @@ def _plan_model(
             positions = config.max_position_embeddings
             for length, count in sorted({needed for one in configs for needed in samples_needed(one, positions)}):
                 checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
-        if source.kind != "hub":
-            weight_files.check_weights(Path(source.location), loading.meta_model(config))
+        # A plan for a GPU that is not here asks for no weights either.
+        loading.check_weights(source, config, needed=card is None)
         for text in texts:
             checks.check_cached(replace(run, calibration=text))
     except UserError as error:
@@ -244,8 +253,9 @@ def _plan_model(
         raise UserError(f"calibration lists {', '.join(data)}, of which two have the same content; keep one of them")
     work = workload(run, config, model.tokenizer, store, model_fingerprint)
     itemsize = getattr(torch, run.dtype).itemsize
-    # Of a hub's model it is not known before it is downloaded, and hardly any has pickled weights alone.
-    from_files = source.kind == "hub" or bool(weight_files.files(Path(source.location)))
+    # Of weights that are not here it is not known, and hardly any model has pickled ones alone.
+    folder = Path(source.location)
+    from_files = source.kind == "hub" or bool(weight_files.files(folder)) or not weight_files.pickled_files(folder)
     gpus = max(1, int(settings.gpus_per_trial or 1))
 
     def ways(from_files: bool, gpus: int) -> tuple[MemoryPlan, ...]:
@@ -270,6 +280,7 @@ def _plan_model(
         other_step=step,
         gguf=source.gguf,
         found_as=source.found_as,
+        stored_as=loading.stored_as(source, config),
     )
 
 

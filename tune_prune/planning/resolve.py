@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.planning import search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.search_space import SearchSpace
+from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.tuning.stopping.kl_filter import FEWEST
 
@@ -58,6 +60,8 @@ def space(settings: SearchSettings) -> SearchSpace:
             f"--calibration is {settings.calibration}, but {loaded.path} says {', '.join(texts)}; leave one of them out, or list "
             "it there, too"
         )
+    if "shape" not in loaded.given and shape is None:
+        values["shape"] = (shapes.BY_SIZE,)
     values["shape"] = aligned(values["shape"], settings.align)
     for method in map(load_method, values["method"]):
         for shape in values["shape"]:
@@ -83,18 +87,18 @@ def space(settings: SearchSettings) -> SearchSpace:
 
 
 def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
-    """The shapes asked for, with the N of --align for `aligned`, where one is given. Raises UserError where it fits none of them,
-    and where one has another N."""
+    """The shapes asked for, with the N of --align, where one is given, for `aligned` and `uniform`; without a shape it is that of
+    `aligned`. Raises UserError where it fits none of them, and where one has another N."""
     if align is None:
         return names
-    number = f"aligned-{align}"
-    if other := [shape for shape in names if shape.startswith("aligned-") and shape != number]:
+    numbered = {"aligned": f"aligned-{align}", "uniform": f"uniform-{align}", shapes.BY_SIZE: f"aligned-{align}"}
+    if other := [name for name in names if name[-1].isdigit() and name not in numbered.values()]:
         raise UserError(f"--align is {align}, but the shape is {other[0]}; leave one of the two numbers out")
-    if not any(shape.startswith("aligned") for shape in names):
+    if set(names) == {"free"}:
         raise UserError(
-            f"--align {align} is for --shape aligned, but the shape is {', '.join(names)}; leave it out or add --shape aligned"
+            f"--align {align} is for --shape aligned or uniform, but the shape is free; leave one of them out"
         )
-    return tuple(dict.fromkeys(number if shape == "aligned" else shape for shape in names))
+    return tuple(dict.fromkeys(numbered.get(shape, shape) for shape in names))
 
 
 def _draws(settings: SearchSettings, loaded: SearchSpace) -> tuple[int, ...] | None:
@@ -209,11 +213,14 @@ class DenseModel:
     tokenizer: PreTrainedTokenizerBase
 
 
-def dense_model(settings: SearchSettings, name: str, dtype: str) -> DenseModel:
-    """Finds the model of that name; loads its config and tokenizer. Raises UserError, also for a pruned model."""
+def dense_model(settings: SearchSettings, name: str, fast: Callable[[], bool]) -> DenseModel:
+    """Finds the model of that name; loads its config and tokenizer. `fast` says whether the device gains by bfloat16, where no
+    --dtype is given. Raises UserError, also for a pruned model."""
     source = catalog.resolve(name, settings.revision)
-    run = model_run(settings, name, source, dtype)
+    check_revision(settings.revision, name, source)
     config = loading.load_config(source)
+    dtype = settings.dtype or loading.default_dtype(loading.stored_as(source, config), fast)
+    run = model_run(settings, name, source, dtype)
     origin.require_dense(source, config)
     return DenseModel(source, run, config, loading.config_geometry(config)[1], loading.load_tokenizer(source))
 
@@ -227,6 +234,25 @@ def check_revision(revision: str | None, name: str, source: catalog.ModelSource)
         raise UserError(
             f"--revision {revision} is for models of the hub, but {name} is {_KINDS[source.kind]}; leave it out"
         )
+
+
+def searched_model(
+    run: ModelRun, base: str | None, revision: str | None
+) -> tuple[catalog.ModelSource, PretrainedConfig]:
+    """The dense model of a search's `run` and its config: where it was searched, or at `base`. Raises UserError."""
+    name = base or run.model
+    try:
+        source = catalog.resolve(name, revision or run.revision)
+        config = loading.load_config(source)
+    except UserError as error:
+        if base is not None:
+            raise
+        cause = str(error).partition("; ")[0]
+        raise UserError(
+            f"{run.label}, the model that was searched, is not where it was ({cause}); name where it is now with --base"
+        ) from error
+    check_revision(revision, name, source)
+    return source, config
 
 
 def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:

@@ -7,7 +7,7 @@
     pruning_ratio: [0.1, 0.2]                 # optional; fractions of all parameters, each searched by itself
     removal_divisor: 5                        # optional; removal losses use the first num_samples // 5 samples
     steps: [1, 4]                             # optional; steps in which the groups are removed, with new statistics for each
-    shape: [free, aligned]                    # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
+    shape: [free, aligned]                    # optional; free, aligned or uniform, these two also with a number: aligned-128
     seeds: [0, 1, 2]                          # optional; draws of calibration samples, else that of --seed
     compensation: [none, least_squares]       # optional; with a refit also damping: 0.1 and refit_tokens: 16384
     recovery: [none, lora]                    # optional; with a training also recovery_steps: 100 and recovery_rate: 0.001

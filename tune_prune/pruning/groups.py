@@ -19,7 +19,8 @@ from tune_prune.models.geometry import Geometry
 
 @dataclass(frozen=True)
 class GroupScores:
-    """A number for every group: importance, or the final score that selection sorts by."""
+    """A number for every group: importance, or the final score that selection sorts by. -inf is for what goes before all others,
+    whatever scores are normalised by."""
 
     attention: tuple[np.ndarray, ...]  # per layer, float64 [K]
     mlp: tuple[np.ndarray, ...]  # per layer, float64 [M]
@@ -67,6 +68,15 @@ class GroupScores:
         ]
         attention, mlp = 1 / np.array(layers, dtype=np.float64).reshape(-1, 2).T
         return self.scaled(attention, mlp)
+
+    def with_a_lowest(self) -> GroupScores:
+        """With a number in the place of -inf, the score of what goes first: 1 below the lowest of the others."""
+        scores = np.concatenate([*self.attention, *self.mlp])
+        lowest = scores[np.isfinite(scores)].min(initial=0.0) - 1
+        first = [
+            tuple(np.where(np.isneginf(part), lowest, part) for part in parts) for parts in (self.attention, self.mlp)
+        ]
+        return GroupScores(*first)
 
 
 def _root_mean_square(scores: np.ndarray) -> float:

@@ -7,7 +7,7 @@ Selection goes on past a group that does not fit (stopping there would leave a s
 in, plan out; ties are broken by layer, then attention before MLP, then index.
 
 This is the shape `free`. Of the others (pruning/shapes.py) `aligned-N` goes by blocks of N channels where `free` goes by
-channels, after the channels that are too many for multiples of N, and `uniform` by one channel of every layer.
+channels, after the channels that are too many for multiples of N, and `uniform` by one channel of every layer, `uniform-N` by N.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: f
     target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape, Floors.of(geometry, cap))
     asked = f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {total:,} parameters, but"
     instead = (
-        "" if shape == "free" else ", or use a smaller --align" if shape != "uniform" else ", or use --shape aligned"
+        "" if shape == "free" else ", or use a smaller --align" if alignment(shape) else ", or use --shape aligned"
     )
     here = "" if shape == "free" else f" in shape {shape}"
     if target > bounds.most and cap < 1:
@@ -125,7 +125,7 @@ def on_the_way(
     went, whatever its score.
     """
     target = whole * step // steps
-    if shape == "uniform":
+    if shapes.is_uniform(shape):
         return further(plan, scores, geometry, target, shape, cap, whole=whole)
     block = (alignment(shape) or 1) * max(geometry.channel_cost)
     spare, waits = 0, whole // steps < max(block, *geometry.group_cost)
@@ -166,13 +166,13 @@ def _selected(
             "on this calibration text: try a shorter seq_len, another text or --dtype float32"
         )
     n = alignment(shape)
-    if n is not None:
+    if shapes.is_uniform(shape):
+        groups, channels = shapes.uniform(scores, geometry, floors, target, whole, n or 1)
+    elif n is not None:
         aligned = shapes.Aligned.of(scores, geometry, floors, n)
         room = target - aligned.remainder_params
         groups, blocks = _lowest_first(aligned.scores, aligned.geometry, aligned.floors, room, whole is not None)
         channels = aligned.channels(blocks)
-    elif shape == "uniform":
-        groups, channels = shapes.uniform(scores, geometry, floors, target, whole)
     else:
         groups, channels = _lowest_first(scores, geometry, floors, target, whole is not None)
     return groups, channels

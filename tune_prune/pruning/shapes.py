@@ -3,6 +3,7 @@
     free        any number of KV groups and MLP channels in each layer; the layers that cached decoding relies on keep a group
     aligned-N   every MLP width is a multiple of N, at least N; every layer keeps at least one KV group
     uniform     one number of KV groups and one MLP width for all layers: what a plain config of the family can state
+    uniform-N   the same, its MLP width a multiple of N
 
 Numbers in, numbers out, and ties go by index, so that all machines choose alike. K KV groups and M MLP channels are counted
 per layer; all costs are in parameters.
@@ -25,15 +26,31 @@ from tune_prune.pruning.groups import GroupScores
 # is much of a layer.
 SMALL_ALIGN, LARGE_ALIGN = 64, 256
 LARGE_PARAMS = 10**9
+BY_SIZE = "by_size"  # where nobody names a shape
 
 Kept = tuple[tuple[int, ...], ...]  # kept indices per layer, sorted
 
 
 def resolve(shape: str, align: int | None, total_params: int) -> str:
-    """The shape of a configuration for a model of that size: "aligned" gets its number, `align` or the one that suits it."""
-    if shape != "aligned":
-        return shape
-    return f"aligned-{align or (LARGE_ALIGN if total_params >= LARGE_PARAMS else SMALL_ALIGN)}"
+    """The shape of a configuration for a model of that size.
+
+    "aligned" gets its number: `align`, or the one that suits the size. "uniform" gets `align`, or from 1B parameters on the same
+    number; a smaller model's width stays free. BY_SIZE is aligned from 1B parameters on, where a GPU runs layers of any widths
+    slower than the dense ones (docs/gpu.md), and free below.
+    """
+    large = total_params >= LARGE_PARAMS
+    if shape == BY_SIZE:
+        shape = "aligned" if large else "free"
+    if shape == "aligned":
+        return f"aligned-{align or (LARGE_ALIGN if large else SMALL_ALIGN)}"
+    if shape == "uniform" and (align or large):
+        return f"uniform-{align or LARGE_ALIGN}"
+    return shape
+
+
+def is_uniform(shape: str) -> bool:
+    """Whether all layers are left with the same widths."""
+    return shape.partition("-")[0] == "uniform"
 
 
 @dataclass(frozen=True)
@@ -85,8 +102,8 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
         )
         return RemovalBounds(0, _removable(geometry, floors), fixed, *min(channels, default=(1, "a parameter")))
     _check_layers(geometry, n, shape)
-    if n is None:
-        return _uniform_bounds(geometry, floors)
+    if n is None or is_uniform(shape):
+        return _uniform_bounds(geometry, floors, n or 1)
     blocks, remainder = _blocks(geometry, n), _remainder_params(geometry, n)
     removable = _removable(blocks, _of_blocks(geometry, floors, n))
     parts = [
@@ -196,17 +213,20 @@ def _uniform_removed(geometry: Geometry, k: int, m: int) -> int:
     return groups + sum((have - m) * cost for have, cost in zip(geometry.mlp_width, geometry.channel_cost, strict=True))
 
 
-def _uniform_least(geometry: Geometry, floors: Floors) -> tuple[tuple[int, ...], int]:
-    """The numbers of KV groups that a plain config can state and all layers may keep, ascending; and the least MLP width."""
+def _uniform_ends(geometry: Geometry, floors: Floors, n: int) -> tuple[tuple[int, ...], int, int]:
+    """The numbers of KV groups that a plain config can state and all layers may keep, ascending; and the least and the largest MLP
+    width, multiples of n."""
     heads = tuple(k for k in geometry.uniform_kv_heads if k >= max(floors.groups)) or geometry.uniform_kv_heads[-1:]
-    return heads, min(max(1, *floors.channels), min(geometry.mlp_width))
+    widest = min(geometry.mlp_width) // n * n
+    return heads, min(-(-max(1, *floors.channels) // n) * n, widest), widest
 
 
-def _uniform_bounds(geometry: Geometry, floors: Floors) -> RemovalBounds:
-    (heads, narrowest), widest = _uniform_least(geometry, floors), min(geometry.mlp_width)
-    step = sum(geometry.channel_cost)
+def _uniform_bounds(geometry: Geometry, floors: Floors, n: int) -> RemovalBounds:
+    heads, narrowest, widest = _uniform_ends(geometry, floors, n)
+    step = n * sum(geometry.channel_cost)
     least = _uniform_removed(geometry, heads[-1], widest)
-    parts = [(step, "an MLP channel of every layer")] if widest > narrowest else []
+    block = "an MLP channel" if n == 1 else f"a block of {n} MLP channels"
+    parts = [(step, f"{block} of every layer")] if widest > narrowest else []
     parts += [(_uniform_removed(geometry, k, widest), "KV groups of every layer") for k in heads[-2:-1]]
     if least:
         parts = [(least, "the KV groups and MLP channels that only some layers have")]
@@ -218,23 +238,23 @@ def _uniform_bounds(geometry: Geometry, floors: Floors) -> RemovalBounds:
 
 
 def uniform(
-    scores: GroupScores, geometry: Geometry, floors: Floors, target: int, whole: int | None
+    scores: GroupScores, geometry: Geometry, floors: Floors, target: int, whole: int | None, n: int = 1
 ) -> tuple[Kept, Kept]:
     """Kept KV groups and MLP channels, the same numbers in every layer, each layer its best ones.
 
-    For each K that a plain config can state, M is the smallest width that does not remove more than the target. Of these pairs
-    those count that miss it by less than an MLP channel of every layer (where none does: the nearest), and of them the one
+    For each K that a plain config can state, M is the smallest multiple of n that does not remove more than the target. Of these
+    pairs those count that miss it by less than n MLP channels of every layer (where none does: the nearest), and of them the one
     that keeps the most importance, the sum of score times cost; a tie goes to more KV groups.
     With `whole`, which is removed in the end, they are found for that, and of the pairs on the way there the one counts that
     removes most within the target; a tie goes to the most importance. Both must be within `removal_bounds`.
     """
-    step, widest = sum(geometry.channel_cost), min(geometry.mlp_width)
-    heads, narrowest = _uniform_least(geometry, floors)
+    step = n * sum(geometry.channel_cost)
+    heads, narrowest, widest = _uniform_ends(geometry, floors, n)
 
     def within(budget: int, least_k: int, least_m: int) -> list[tuple[int, int, int]]:
         """Parameters missing to the budget, K, M."""
         widths = {
-            k: max(least_m, -((budget - _uniform_removed(geometry, k, 0)) // step)) for k in heads if k >= least_k
+            k: max(least_m, -((budget - _uniform_removed(geometry, k, 0)) // step) * n) for k in heads if k >= least_k
         }
         return [(budget - _uniform_removed(geometry, k, m), k, m) for k, m in widths.items() if m <= widest]
 

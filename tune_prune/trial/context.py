@@ -20,12 +20,12 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, Samples, trial_key
 from tune_prune.core.store import Location
 from tune_prune.data import calibration
-from tune_prune.data.sources import Contents, suite_key, task_source
+from tune_prune.data.sources import Contents
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
+from tune_prune.evaluation.kept_suite import KeptSuite, caveats
 from tune_prune.evaluation.perplexity import PerplexityResult
-from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.devices import device_key
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
@@ -41,6 +41,8 @@ from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from tune_prune.evaluation.suite import ZeroShotSuite
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ class TrialContext:
         self.fallback = fallback or Fallback(replace(loaded.residency, weights=None, device=None))
         self._let_go = let_go
         self.contents = Contents(run)
-        self.calibration_tokens = cache(partial(self.contents.calibration_tokens, loaded.tokenizer))  # by source
+        known = loaded.tokenizer, loaded.model.config.vocab_size
+        self.calibration_tokens = cache(partial(self.contents.calibration_tokens, *known))  # by source
         self._items_in: dict[str, int] = {}  # by source; a cache of a method would hold this object, and so the model
         self._copy: tuple[str, PreTrainedModel, int] | None = None  # by structure, the pruned one and its parameters
 
@@ -97,7 +100,7 @@ class TrialContext:
 
     @cached_property
     def perplexity_tokens(self) -> torch.Tensor:
-        return self.contents.perplexity_tokens(self.loaded.tokenizer)[: self.run.protocol.perplexity_tokens]
+        return self.contents.perplexity_tokens(self.loaded.tokenizer, self.loaded.model.config.vocab_size)
 
     @property
     def perplexity_window(self) -> int:
@@ -106,19 +109,10 @@ class TrialContext:
     @cached_property
     def suite(self) -> ZeroShotSuite:
         """The requests of all tasks as tokens: made by lm-eval once per model and task set, afterwards read."""
-        protocol, source, key = self.run.protocol, task_source(self.run), self._suite_key
-        loaded = self.loaded
-        suite = self.artifacts.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, protocol))
-        if suite is not None:
-            suite.check_token_ids(self.run.label, loaded.model.config.vocab_size)
-            return suite
-        from tune_prune.evaluation.zero_shot import build_suite  # imports lm_eval: seconds, and not needed before
-
-        suite = self.contents.of_tasks(lambda: build_suite(loaded.tokenizer, protocol, source, loaded.max_length))
-        suite.check_token_ids(self.run.label, loaded.model.config.vocab_size)
-        arrays = suite.arrays()
-        if arrays is not None:
-            self.artifacts.put("suite", key, arrays)
+        suite = self._kept.read()
+        if suite is None:
+            suite = self._kept.make(self.loaded.tokenizer)
+            self._kept.keep(suite)
         return suite
 
     def items_in_calibration(self, config: PruningConfig) -> int:
@@ -129,7 +123,7 @@ class TrialContext:
         return self._items_in[text]
 
     def _find_items_in(self, text: str) -> int:
-        suite, key = self.suite, self._suite_key | {"calibration": self.contents.calibration(text)}
+        suite, key = self.suite, self._kept.key | {"calibration": self.contents.calibration(text)}
         found = self.artifacts.get("items_in_calibration", key, lambda arrays: int(arrays["count"]))
         if found is None:
             found = suite.items_in(self.calibration_tokens(text), self.loaded.tokenizer)
@@ -152,9 +146,9 @@ class TrialContext:
 
         return self.fitted("check of weights", "forward", find)
 
-    @property
-    def _suite_key(self) -> dict[str, Any]:
-        return suite_key(self.run, self.contents.tasks, self.model_fingerprint, self.loaded.max_length)
+    @cached_property
+    def _kept(self) -> KeptSuite:
+        return KeptSuite(self.run, self.contents, self.loaded.model.config, self.model_fingerprint, self.artifacts)
 
     @cached_property
     def _sharing_unsupported(self) -> str | None:
@@ -165,7 +159,8 @@ class TrialContext:
     def notes(self) -> tuple[str, ...]:
         """Caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
         refused = self.fitted("zero_shot", "measure", lambda _: self._sharing_unsupported)
-        return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
+        notes = (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
+        return caveats(self.loaded.tokenizer, self.suite) + notes
 
     def measure_perplexity(self, recipe: Recipe) -> tuple[PerplexityResult, int]:
         """The perplexity of the model that `recipe` makes, and the tokens forwarded to get it (0: it was cached)."""

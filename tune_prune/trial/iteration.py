@@ -36,7 +36,7 @@ class Step:
         geometry = context.loaded.geometry
         cap, last = config.layer_cap, steps_of(config)
         whole = budget(geometry, config.pruning_ratio, config.shape, cap)
-        scores = self.scores.normalized(config.normalization)
+        scores = self.scores.normalized(config.normalization).with_a_lowest()
         if number == last:
             return further(self.plan, scores, geometry, whole, config.shape, cap)
         between = "aligned-1" if config.shape == "free" else config.shape  # no block is gone as a whole

@@ -53,6 +53,7 @@ class StatisticCache:
         statistic, run = load_statistic(need.statistic), self.run.of(samples)
         return {
             "version": statistic.version,
+            "code": statistic.code,
             "model": self.model_fingerprint,
             "calibration": self.fingerprint(run.calibration),
             "seed": run.seed,

@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+import transformers
 
 from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.errors import NotFinite
@@ -38,6 +39,7 @@ from tune_prune.core.records import PER_ITEM, Failure, StageReport, Status, Tria
 from tune_prune.core.store import ITEMS, KL, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.item_scores import ItemScore, gold_logprobs_by_task, outcomes_by_task, summarize, to_parquet
+from tune_prune.evaluation.kept_suite import end_token
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.runner.devices import device_name, peak_memory, reset_peak
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
@@ -63,6 +65,8 @@ class TrialProgress:
     host: str = field(default_factory=platform.node)
     device_name: str = ""  # until a model is opened
     torch_version: str = ""
+    transformers_version: str = ""
+    method_code: str = ""  # until its method is asked
     reports: tuple[StageReport, ...] = ()  # without PER_ITEM: `items` of the trial has them
     peak_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -101,6 +105,8 @@ class TrialProgress:
             host=self.host,
             device_name=self.device_name,
             torch_version=self.torch_version,
+            transformers_version=self.transformers_version,
+            method_code=self.method_code,
             resources=dict(resources or {}),
             notes=list(self.notes),
             files=dict(files or {}),
@@ -128,6 +134,7 @@ class Trial:
             config,
             device_name=device_name(context.loaded.device),
             torch_version=str(torch.__version__),
+            transformers_version=transformers.__version__,
         )
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
@@ -169,8 +176,9 @@ class Trial:
 
     def _select(self, config: PruningConfig) -> Generator[StageReport, None, PruningPlan]:
         context, geometry = self.context, self.context.loaded.geometry
-        needs = load_method(config.method).needs(config)
-        found: dict[Need, Arrays] = {}
+        method = load_method(config.method)
+        self.progress = replace(self.progress, method_code=method.code)
+        needs, found = method.needs(config), dict[Need, Arrays]()
         for name, wanted in by_statistic(needs.values()).items():
             statistic = load_statistic(name)
             with self._stage(statistic.stage) as report:
@@ -241,6 +249,8 @@ class Trial:
                 report.metrics = summarize(self.items)
                 if index == 0 and (seen := self._items_in_calibration()):
                     report.metrics["items_in_calibration"] = float(seen)
+                if end_token(context.loaded.tokenizer) is not None:
+                    report.metrics["items_after_eos"] = float(len(self.items))
                 report.outcomes, report.gold_logprobs = outcomes_by_task(added), gold_logprobs_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
                 self._caveats = context.notes

@@ -53,7 +53,7 @@ def heatmap(model: ModelFindings) -> Figure:
     read = eligible["method"].isin(reading)
     places = eligible[["method"]].assign(**{factor: eligible[factor].where(read, 0) for factor in CALIBRATION})
     cells = eligible[~places.duplicated()]  # the best of each, which stands first
-    tied = eligible.index[eligible["in_confidence_set"] & (model.basis != "unknown")]
+    tied = eligible.index[eligible["name"].isin(model.marked)]
     low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
     scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)
     colours = ScalarMappable(scale, "cividis")

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.input.results_csv import read_results_csv
-from tune_prune.analysis.input.rows import frame
+from tune_prune.analysis.input.rows import VERSIONS, frame
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
@@ -86,9 +86,13 @@ def model_rows(
         if dense is None and open_store(folder).has(BASELINES):
             problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
-        window, seedless = entry.get("perplexity_window"), tuple(entry.get("seedless", ()))
+        by = {} if dense is None else {name: getattr(dense, name) for name in VERSIONS}
         part = Model(
-            label, own, metrics, source, window, (folder,), tuple(problems), measured=measured, seedless=seedless
+            *(label, own, metrics, source, entry.get("perplexity_window"), (folder,), tuple(problems)),
+            measured=measured,
+            seedless=tuple(entry.get("seedless", ())),
+            text=entry.get("perplexity_text"),
+            baseline_by=by,
         )
         found.append(part)
     return found

@@ -20,11 +20,12 @@ import pandas as pd
 
 from tune_prune.analysis.input.experiment_reader import is_experiment, model_rows, read_experiment, with_speeds
 from tune_prune.analysis.input.results_csv import read_results_csv
-from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_of, frame
+from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, VERSIONS, config_of, frame
 from tune_prune.analysis.input.study import Model, Problem, Study
 from tune_prune.core.config import ZERO_SHOT_TASKS, ModelRun, PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import number
+from tune_prune.core.hashing import public
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, RESULTS, Location, location, open_store
 from tune_prune.core.validation import validated
@@ -135,7 +136,8 @@ def _with_best_config(part: Model) -> Model:
     except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
         problem = Problem(str(path), f"it cannot be read ({error}): the dense model is unknown")
         return replace(part, problems=(*part.problems, problem))
-    return replace(part, baseline=part.baseline or dense, source=source, window=entry.get("perplexity_window"))
+    window, text = entry.get("perplexity_window"), entry.get("perplexity_text")
+    return replace(part, baseline=part.baseline or dense, source=source, window=window, text=text)
 
 
 def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, float]]) -> dict[str, Model]:
@@ -229,9 +231,13 @@ def _merged(base: str, label: str, kin: str, parts: list[Model], notes: list[Pro
         rows["removal_divisor"] = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
     names = [config_of(row).name for _, row in rows.iterrows()]
     rows = rows.assign(name=pd.Series(names, dtype="str"), model=label)
+    unlike = _by_other_code(rows)  # the same trials may be among the others
     rows, duplicates = _without_duplicates(rows)
     source = next((part.source for part in parts if part.source), None)
-    problems = [*notes, *(problem for part in parts for problem in part.problems), *duplicates, *_of_rows(rows, source)]
+    dense_by = next((part.baseline_by for part in parts if part.baseline), {})
+    unlike += _by_other_versions(rows, dense_by)
+    problems = [*notes, *(problem for part in parts for problem in part.problems)]
+    problems += [*unlike, *duplicates, *_of_rows(rows, source)]
     return replace(
         parts[0],
         label=label,
@@ -239,8 +245,10 @@ def _merged(base: str, label: str, kin: str, parts: list[Model], notes: list[Pro
         kin=kin,
         rows=rows.drop(columns="where"),
         baseline=next((part.baseline for part in parts if part.baseline), {}),
+        baseline_by=dense_by,
         source=source,
         window=next((part.window for part in parts if part.window), None),
+        text=next((part.text for part in parts if part.text), None),
         speeds=tuple({(one.key, one.conditions): one for part in parts for one in part.speeds}.values()),
         seedless=tuple({method for part in parts for method in part.seedless}),
         origins=tuple(dict.fromkeys(part.origins[0] for part in parts)),
@@ -248,6 +256,33 @@ def _merged(base: str, label: str, kin: str, parts: list[Model], notes: list[Pro
         kind="published" if all(part.kind == "published" for part in parts) else "experiment",
         binomial=any(part.binomial for part in parts),
     )
+
+
+def _by_other_code(rows: pd.DataFrame) -> list[Problem]:
+    """A note for each method whose trials were chosen by several states of its code; older records do not say by which."""
+    known = rows[rows["success"] & (rows["method_code"] != "")]
+    codes = known.groupby("method")["method_code"].nunique()
+    what = (
+        "the code of method {}, or of a statistic of it, was changed between its trials: they may not be of one method"
+    )
+    return [Problem("", what.format(method), "note") for method in codes.index[codes > 1]]
+
+
+def _by_other_versions(rows: pd.DataFrame, dense: Mapping[str, str]) -> list[Problem]:
+    """A note for each library of which several versions have measured what is compared here: the trials, and the `dense` model."""
+    notes = []
+    for column in VERSIONS:
+        trials = rows.loc[rows["success"], column].map(public).value_counts()
+        shown = {version: f"{count} trial{'s' * (count > 1)}" for version, count in trials.items() if version}
+        if version := public(dense.get(column, "")):
+            shown[version] = ", ".join(filter(None, ("the dense model", shown.get(version))))
+        if len(shown) > 1:
+            each = "; ".join(f"{version}: {what}" for version, what in sorted(shown.items()))
+            name = column.removesuffix("_version")
+            notes.append(
+                Problem("", f"measured with several versions of {name}, which may give other numbers ({each})", "note")
+            )
+    return notes
 
 
 def _without_duplicates(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[Problem]]:

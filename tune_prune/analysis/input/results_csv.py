@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from tune_prune.analysis.input.rows import (
 from tune_prune.analysis.input.study import Model, Problem, tasks_of
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import is_too_long
+from tune_prune.core.files import is_too_long, utf8_text
 from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_file
 from tune_prune.core.values.hyperparameters import OLDER_NAMES
 from tune_prune.core.values.measures import wilson_stderr
@@ -145,17 +144,16 @@ def _cells(path: Location) -> pd.DataFrame:
     """
     records, line = {}, 1
     try:
-        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            reader = csv.reader(
-                itertools.chain([first], file), strict=True, delimiter=max(_SEPARATORS, key=first.count)
-            )
-            for record in reader:
-                records[line] = [from_cell(cell.strip()) for cell in record]
-                line = reader.line_num + 1
+        with open_file(path) as file:
+            text = utf8_text(file.read(), path, newline="")
+        separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+        for record in reader:
+            records[line] = [from_cell(cell.strip()) for cell in record]
+            line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read as CSV ({error}); correct it") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {RESULTS}") from error
     header = records.pop(1, [])
     if not any(header):

@@ -39,6 +39,7 @@ PUBLISHED_COLUMNS = (
     *("params_count", "pruning_ratio", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio"),
     *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
 )
+VERSIONS = ("torch_version", "transformers_version")  # of what has measured a row
 _OWN = tuple(name for name in HYPERPARAMETERS if name not in PUBLISHED_COLUMNS)
 _OF_RECORD = (
     "status",
@@ -48,7 +49,8 @@ _OF_RECORD = (
     "started_at",
     "host",
     "device_name",
-    "torch_version",
+    *VERSIONS,
+    "method_code",
 )  # texts, as its fields
 COLUMNS = (
     *PUBLISHED_COLUMNS,

@@ -53,7 +53,9 @@ class Model:
     kin: str = ""  # equal for what is of the same model and was measured alike, however many labels tell it apart
     measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
     seedless: tuple[str, ...] = ()  # methods that read no seed and so have no draws, where experiment.json tells
+    text: str | None = None  # that perplexity is of: "embedded", "wikitext2", "other"; None: not recorded
     speeds: tuple[SpeedRecord, ...] = ()  # of trials of these origins, under any conditions
+    baseline_by: Mapping[str, str] = field(default_factory=dict)  # rows.VERSIONS that have measured the dense model
 
     @property
     def tasks(self) -> list[str]:

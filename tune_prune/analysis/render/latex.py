@@ -1,4 +1,5 @@
-"""Tables as LaTeX: booktabs and array; longtable where one may break across pages, graphicx where one is too wide in any size.
+"""Tables as LaTeX: booktabs, array, and graphicx, by which one is never wider than a line; longtable where one may break across
+pages.
 
 What is written compiles with pdflatex (of 2018 or later, with T1 fonts) whatever text a table holds: everything that LaTeX
 would read as a command is escaped, and a letter that its fonts do not have is written as its code point.
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from tune_prune.analysis.render.messages import cell_text, note_sentences, one_line
 from tune_prune.analysis.tables.table import Column, Row, Table
 
+PACKAGES = r"\usepackage{array,booktabs,graphicx,longtable}"
+_FITTED = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"  # scaled where the line is narrower
 _JOINER = "\u2060"
 _COMMANDS = {
     _JOINER: "{}",
@@ -88,7 +91,6 @@ class _Fit:
     spanned: bool = False  # without the column of models, whose names stand in lines of their own
     head: int = _HEAD  # characters of a line of a head
     widths: Mapping[str, float] = field(default_factory=dict)  # points, of columns whose texts are broken into lines
-    scaled: bool = False  # it would still be too wide
 
 
 def latex_table(table: Table) -> str:
@@ -103,10 +105,10 @@ def latex_table(table: Table) -> str:
     if not long:
         lines = [
             *(r"\begin{table}[htbp]", r"\centering", caption, style),
-            *([r"\resizebox{\linewidth}{!}{%"] if fit.scaled else []),
+            _FITTED,
             *(rf"\begin{{tabular}}{{@{{}}{aligns}@{{}}}}", r"\toprule", header, r"\midrule"),
             *_rows(table, fit, long),
-            *(r"\bottomrule", r"\end{tabular}" + ("}" if fit.scaled else ""), r"\par\smallskip"),
+            *(r"\bottomrule", r"\end{tabular}}", r"\par\smallskip"),
             rf"\begin{{minipage}}{{\linewidth}}\footnotesize {note}\end{{minipage}}",
             r"\end{table}",
         ]
@@ -166,8 +168,8 @@ def _width(text: str, bold: bool = False) -> float:
 
 def _fit(table: Table) -> _Fit:
     """The largest size at which the table is as wide as the page at most. Before one that is smaller than all but
-    _SMALLEST_WHOLE is taken, models get lines of their own, and texts are broken into lines; a table that is too wide in any
-    size is scaled."""
+    _SMALLEST_WHOLE is taken, models get lines of their own, and texts are broken into lines. One that is too wide in any size
+    is left to be scaled."""
     first, *others = columns = table.printed
     without = others if first.key == "model" and _grouped(table) else columns
     ways = [(columns, False), (without, False), (without, True)]
@@ -177,7 +179,7 @@ def _fit(table: Table) -> _Fit:
                 return fit
     size, digit = _SIZES[-1]
     least = {c.key: digit * _least(table, c, _NARROW_HEAD) for c in without if not c.format}
-    return _Fit(size, digit, without, without is others, _NARROW_HEAD, least, scaled=True)
+    return _Fit(size, digit, without, without is others, _NARROW_HEAD, least)
 
 
 def _grouped(table: Table) -> bool:
@@ -262,7 +264,7 @@ def document(tables: Sequence[Table]) -> str:
     return "\n".join(
         [
             *(r"\documentclass[10pt,a4paper]{article}", r"\usepackage[T1]{fontenc}", r"\usepackage[utf8]{inputenc}"),
-            *(rf"\usepackage{{{name}}}" for name in ("array", "booktabs", "longtable", "graphicx")),
+            PACKAGES,
             r"\usepackage[margin=2cm]{geometry}",
             *(r"\begin{document}", "", *short),
             *([r"\clearpage", r"\appendix", "", *long] if long else []),

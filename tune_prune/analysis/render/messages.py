@@ -34,6 +34,7 @@ _ACCURACIES = ("acc", "acc3")
 _FORMS = {
     "acc": ".4f",  # a fraction without its leading zero, as accuracies were published: .5980, -.7972, 1.0000
     "acc3": ".3f",
+    "auc": ".3f",  # as a fraction, also where accuracies are in percent
     "r": ".4f",  # a coefficient of correlation
     "p": ".3f",  # <.001 below
     "nats": ".3f",
@@ -180,7 +181,7 @@ def printed(value: Any, form: str) -> str:
         spec = ",.0f" if abs(value) >= 10_000 else ".0f"
     text = format(value, spec)
     text = text if text.strip("-0.,%") else text.removeprefix("-")
-    return re.sub(r"^(-?)0\.", r"\1.", text) if form in ("acc", "acc3", "r", "p") else text
+    return re.sub(r"^(-?)0\.", r"\1.", text) if form in ("acc", "acc3", "auc", "r", "p") else text
 
 
 def pm(value: Any, stderr: Any, form: str = "acc") -> str:

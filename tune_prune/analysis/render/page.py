@@ -38,8 +38,8 @@ _CAPTIONS = {
 _CSS_PIXELS_PER_DOT = 0.5  # figures are drawn at 200 dots per inch, twice a screen's
 
 
-def render(findings: Findings, figures: Sequence[Path]) -> str:
-    """The page's HTML, with those of `figures` that are PNGs."""
+def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] | None = None) -> str:
+    """The page's HTML, with those of `figures` that are PNGs, and by model the command to `keep` its best, pruned."""
     style, script = ((templating.TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     models = findings.study.models.values()
     statuses = pd.concat([model.states for model in models])
@@ -66,7 +66,8 @@ def render(findings: Findings, figures: Sequence[Path]) -> str:
         costs=trial_tables.costs(findings),
         Message=Message,
         rank_plot=rank_plot,
-        rerun=rerun.command,
+        rerun=rerun.best_command,
+        keep=keep or {},
         shell=lambda words: shlex.join(map(str, words)),
         shown=_shown,
     )

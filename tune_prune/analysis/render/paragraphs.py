@@ -7,11 +7,15 @@ correlation where its interval leaves out zero. Elsewhere it says that the data 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.cost import passes
+from tune_prune.analysis.input.rows import VERSIONS
+from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.factors import FACTORS
@@ -42,6 +46,13 @@ _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
 }
 _NAMED = {"method", "seq_len", "num_samples", "shape", "calibration"}  # in sentences of their own
 _ASKED = {"calibration", "data_dir", "dtype", "model", "protocol", "revision", "seed"}  # of a run
+_FILE = "text/wikitext2-raw.test.txt"  # of the user's data, whatever is in it
+_TEXTS = {
+    "wikitext2": "the test split of WikiText-2 [@merity2017wikitext]",
+    "other": f"a text that is not WikiText-2 ({_FILE})",
+    "unknown": f"the text in {_FILE}",
+    "embedded": "the text embedded in tune_prune",
+}  # that perplexity is measured on
 _TASKS = {
     "boolq": "clark2019boolq",
     "piqa": "bisk2020piqa",
@@ -66,6 +77,7 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
         metrics=ZERO_SHOT_METRIC,
         task_references=_TASKS,
         trend_message=trend_message,
+        passes=passes,
         by_text=BY_TEXT,
     )
     entries = (TEMPLATES / "references.bib").read_text(encoding="utf-8").split("\n\n")
@@ -84,6 +96,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
     runs = [(trials, source) for trials, source in runs if set(source) >= _ASKED]
     texts = {text or source["calibration"] for trials, source in runs for text in trials["calibration"].fillna("")}
     seeds = {int(seed) for trials, source in runs for seed in trials["seed"].fillna(source["seed"])}
+    measured_by = {f"{name.removesuffix('_version')} {v}" for name in VERSIONS for v in eligible[name] if v}
     versions = {f"{name} {version}" for entry in about for name, version in entry.get("versions", {}).items()}
     return {
         "embedded": [reads_embedded_data(source["model"], source["data_dir"]) for source in sources],
@@ -92,13 +105,14 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "devices": sorted(set(eligible["device_name"]) - {""}),
         "reserved": _reserved(eligible),
         "machines": eligible.loc[eligible["host"] != "", "host"].nunique(),
-        "versions": sorted(versions | {f"torch {version}" for version in eligible["torch_version"] if version}),
+        "versions": sorted(versions | measured_by),
         "ratios": sorted({model.ratio for model in models}),
         "shapes": sorted({model.shape for model in models}),
         "kinds": {model.kind for model in models},
         "binomial": any(model.binomial for model in models),
         "stated": any(model.kind == "published" and not model.binomial for model in models),
         "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
+        "draws": any(found.draw_variance is not None for found in findings.models.values()),
         "bases": {found.basis for found in findings.models.values() if len(found.eligible) > 1},
         "removed": eligible["removed_fraction"].dropna(),
         "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],
@@ -109,10 +123,24 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "calibration": sorted({"+".join(Path(text).name for text in texts_of(one)) for one in texts}),
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted(map(str, seeds)),
+        "texts": _perplexity_texts(models),
         "windows": sorted({model.window for model in models if model.window}),
         "bounds": sorted({tokens for model in models if (tokens := model.tokens)}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
+
+
+def _perplexity_texts(models: Sequence[Model]) -> list[str]:
+    """What perplexity is measured on, in words: WikiText-2 where that is known of its content."""
+    names = set()
+    for model in models:
+        if (source := model.source) is None or not set(source) >= _ASKED:
+            continue
+        if reads_embedded_data(source["model"], source["data_dir"]):
+            names.add("embedded")
+        else:
+            names.add("wikitext2" if source["data_dir"] is None else model.text or "unknown")
+    return [words for name, words in _TEXTS.items() if name in names]
 
 
 def _recipe(findings: Findings) -> dict[str, list[Any]]:

@@ -36,7 +36,7 @@ def rank_plot(found: ModelFindings) -> dict[str, Any]:
             "y": y(value),
             "low": y(value - error),
             "high": y(value + error),
-            "style": "best" if name == found.best["name"] else "near" if name in found.tied else "far",
+            "style": "best" if name == found.best["name"] else "near" if name in found.marked else "far",
             "title": f"{name}: {messages.pm(value, error)}",
         }
         for name, x, value, error in zip(rows["name"], np.linspace(1, 99, len(rows)), accuracy, stderr, strict=True)

@@ -91,6 +91,11 @@ class ModelFindings:
         return self.eligible.loc[self.eligible["in_confidence_set"], "name"].tolist()
 
     @cached_property
+    def marked(self) -> set[str]:
+        """Those of `tied` that tables and figures mark: one of unknown error was not compared, and is only not ruled out."""
+        return set(self.eligible.loc[self.eligible["p_value"] > 0.05, "name"])
+
+    @cached_property
     def edges(self) -> list[tuple[str, float, str]]:
         """(factor, value, "lower" or "upper") where the best's value is the smallest or largest tried."""
         rows, best, found = self.model.rows, self.best.to_frame().T, []
@@ -116,10 +121,15 @@ class ModelFindings:
     @cached_property
     def methods(self) -> pd.DataFrame:
         """`effects.method_table`: index method, highest mean first; columns n, mean, std (n - 1), std_n (over n), min, median, max,
-        best (name); and tied: not distinguishably below the highest mean by `method_pairs`."""
-        table = effects.method_table(self.eligible)
-        gaps = self.method_pairs["p_value"].get(table.index[0], pd.Series(dtype="float64"))
-        return table.assign(tied=[not gaps.get(method, 1.0) <= 0.05 for method in table.index])
+        best (name); p_below, the p that it is below the highest mean by `method_pairs` (NaN where the two cannot be compared; of
+        the highest itself 1, NaN where it can be compared with none); and tied: known not to be distinguishably below."""
+        table, pairs = effects.method_table(self.eligible), self.method_pairs["p_value"].to_dict()
+        top, *others = table.index
+        below = {method: pairs.get((top, method), math.nan) for method in others}
+        # Over the settings that both completed the highest mean may be the lower one
+        below |= {method: 1.0 for method in others if not math.isnan(pairs.get((method, top), math.nan))}
+        p_below = pd.Series({top: math.nan if np.isnan([*below.values()]).all() else 1.0, **below})
+        return table.assign(p_below=p_below, tied=p_below > 0.05)
 
     @cached_property
     def method_pairs(self) -> pd.DataFrame:
@@ -252,6 +262,8 @@ class ModelFindings:
         rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
         dense = self.model.baseline.get("acc_mean", math.nan)
         guess = self.guessing.loc["mean", ["chance", "majority"]].max()
+        if "items_after_eos" in eligible and eligible["items_after_eos"].max() > 0:
+            yield Message("items_after_eos")
         if not math.isfinite(dense):
             yield Message("dense_unknown")
         if self.at_chance(dense):
@@ -280,7 +292,7 @@ class ModelFindings:
         if self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:
             yield Message("ppl_disagrees", {"best": first, "best_ppl": self.chosen["perplexity"][0]})
         by_mean, by_max = self.methods.index[0], eligible["method"].iloc[0]
-        if not self.methods.loc[by_max, "tied"] and self.methods.loc[by_mean, "best"] not in self.tied:
+        if self.methods.loc[by_max, "p_below"] <= 0.05 and self.methods.loc[by_mean, "best"] not in self.tied:
             yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
         expected = grid_size(rows)
         if len(eligible) < expected:

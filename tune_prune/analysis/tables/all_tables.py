@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from tune_prune.analysis.render.latex import document, latex_table
+from tune_prune.analysis.render.latex import PACKAGES, document, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables import changes, configurations, hyperparameters, measure_tables, sizes, trial_tables
@@ -45,10 +45,11 @@ def all_tables(findings: Findings) -> Mapping[str, Table]:
 
 
 def write_tables(findings: Findings, folder: Path) -> list[Path]:
-    """Write each table as .tex (to \\input; needs array, booktabs, graphicx and longtable), .md and .csv (full precision), and
+    """Write each table as .tex (to \\input; its first line says with which packages), .md and .csv (full precision), and
     all_tables.tex, a document that compiles as it stands. Returns the paths."""
     made = all_tables(findings)
     texts = {"all_tables.tex": document(list(made.values()))}
     for key, table in made.items():
-        texts |= {f"{key}.tex": latex_table(table), f"{key}.md": markdown_table(table), f"{key}.csv": csv_text(table)}
+        tex = f"% The document needs {PACKAGES}\n{latex_table(table)}"
+        texts |= {f"{key}.tex": tex, f"{key}.md": markdown_table(table), f"{key}.csv": csv_text(table)}
     return FolderStore(folder).put_all(texts)

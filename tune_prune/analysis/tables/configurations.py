@@ -23,6 +23,7 @@ MODEL = Column("model", "Model", style="model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
 TRIALS = Column("n", "Trials", "int")
+CONFIGURATIONS = Column("n", "Configs", "int", hint="complete ones; several draws are one")
 DRAWS = Column("draws", "Draws", "int", hint="of calibration samples, which the accuracy is the mean of")
 
 
@@ -140,7 +141,7 @@ def task_accuracies(findings: Findings) -> Table:
         Column("dense", "Dense", "acc", "dense_stderr", threshold="threshold", items="items"),
         *(RETAINED, Column("chance", "Chance", "acc"), Column("majority", "Majority answer", "acc")),
         *(
-            Column("auc", "Dense AUC", "acc3"),
+            Column("auc", "Dense AUC", "auc"),
             Column("informative", "Informative", hint="the dense model tells right from wrong"),
         ),
     ]
@@ -242,7 +243,7 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
 def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
-    own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.tied}
+    own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.marked}
     own |= {name: row.get(name) for column in MEASURES for name in (column.key, column.stderr)}
     return own | informative(found, row) | draws_of(found, row) | limits(found)
 
@@ -264,9 +265,14 @@ def limits(found: ModelFindings) -> dict[str, float]:
 
 
 def accuracy_notes(findings: Findings) -> list[Message]:
-    """What accuracies and their standard errors are."""
-    kinds = {found.model.kind for found in findings.models.values()}
-    return [Message(f"note_accuracy_{kind}") for kind in sorted(kinds)]
+    """What accuracies and their standard errors are; of each model where they are not the same of all."""
+    kinds = {
+        label: f"note_accuracy_{found.model.kind}{'' if found.draw_variance is None else '_draws'}"
+        for label, found in findings.models.items()
+    }
+    if len(set(kinds.values())) == 1:
+        return [Message(kind) for kind in set(kinds.values())]
+    return [Message("note_of_model", {"model": label, "note": Message(kind)}) for label, kind in kinds.items()]
 
 
 def window_notes(findings: Findings) -> list[Message]:

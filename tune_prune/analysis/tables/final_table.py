@@ -30,6 +30,7 @@ _ON_SCREEN = (
     "_at_chance",
     "_devices",
     "items_in_calibration",
+    "items_after_eos",
     "one_draw_leads",
     *(f"worse_{name}" for name in MEASURES),
 )  # ends of kinds of warnings

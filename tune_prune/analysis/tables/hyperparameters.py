@@ -9,29 +9,33 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
-from tune_prune.analysis.tables.configurations import MODEL, TRIALS, level_format, limits
+from tune_prune.analysis.statistics.hyperparameters.effects import CONTROL
+from tune_prune.analysis.tables.configurations import CONFIGURATIONS, MODEL, level_format, limits
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 
 def methods(findings: Findings) -> Table:
     """Pruning methods over all complete runs of each, highest mean first."""
-    rows = []
+    rows, notes = [], [Message("note_methods")]
     for label, found in findings.models.items():
+        top, *others = found.methods.index
+        if names := [method for method in others if missing(found.methods.loc[method, "p_below"])]:
+            notes.append(Message("note_not_compared", {"model": label, "top": top, "names": names}))
         for method, values in found.methods.iterrows():
             best = found.named(values["best"])
             row = {"model": label, "method": method, **values}
             row |= {"best_acc": best["acc_mean"], "best_acc_stderr": best["acc_mean_stderr"]}
-            rows.append(row | {"best_tied": best["name"] in found.tied} | limits(found))
+            rows.append(row | {"best_tied": best["name"] in found.marked} | limits(found))
     columns = [
-        *(MODEL, Column("method", "Method"), TRIALS),
+        *(MODEL, Column("method", "Method"), CONFIGURATIONS),
         *(replace(accuracy("mean"), best="tied"), Column("std", "Std", "acc")),
         Column("std_n", "Std (n)", "acc", hint="divides by n, as published tables do", detail=True),
         *(accuracy("min"), accuracy("median")),
         replace(accuracy("best_acc", "Best"), stderr="best_acc_stderr", best="best_tied"),
         Column("best", "Best configuration", style="name"),
     ]
-    return Table("methods", "Pruning methods", columns, rows, [Message("note_methods")], best="best_method")
+    return Table("methods", "Pruning methods", columns, rows, notes, best="best_method")
 
 
 def accuracy(key: str, label: str = "") -> Column:
@@ -81,7 +85,7 @@ def _levels(findings: Findings, name: str) -> Table:
         *(
             MODEL,
             Column("level", name, level_format(name)),
-            TRIALS,
+            CONFIGURATIONS,
             replace(accuracy("mean"), stderr="stderr", best="tied"),
         ),
         *(Column("std", "Std", "acc"), accuracy("min"), accuracy("max")),
@@ -125,7 +129,7 @@ def correlations(findings: Findings) -> Table | None:
         *(
             MODEL,
             Column("measure", "Measure", style="name"),
-            TRIALS,
+            CONFIGURATIONS,
             Column("r", "r", "r"),
             Column("tau", "Kendall's τ", "r"),
         ),
@@ -134,6 +138,8 @@ def correlations(findings: Findings) -> Table | None:
         Column("reason", "Not computable because", wrap=True),
     ]
     notes = [Message("note_correlations")]
+    if any(CONTROL in found.methods.index for found in findings.models.values()):
+        notes.append(Message("note_control"))
     if any(row["passes"] is not None for row in rows):
         notes.append(Message("note_passes"))
     title = "Correlation of accuracy with perplexity, gradient and pruning measures"
@@ -150,7 +156,7 @@ def extreme_layers(findings: Findings) -> Table | None:
         for layers, group in found.eligible.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
     ]
     columns = [
-        *(MODEL, Column("layers", "Extreme layers", "int"), TRIALS),
+        *(MODEL, Column("layers", "Extreme layers", "int"), CONFIGURATIONS),
         *map(accuracy, ("mean", "min", "max")),
         Column("ppl", "Mean perplexity", "ppl"),
     ]

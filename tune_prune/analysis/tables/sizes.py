@@ -127,7 +127,7 @@ def by_speed(findings: Findings) -> pd.DataFrame | None:
                 for name in ("prefill", "decode"):
                     ratio = getattr(speed, name)
                     values |= {name: ratio.value, f"{name}_lowest": ratio.lowest, f"{name}_highest": ratio.highest}
-                values |= {"method": row["method"], "tied": row["name"] in found.tied, "retained": retained}
+                values |= {"method": row["method"], "tied": row["name"] in found.marked, "retained": retained}
                 values |= {
                     "kv_bytes_per_token": speed.kv_bytes_per_token,
                     "kv_kept": speed.kv_bytes_per_token / kv_bytes,

@@ -26,7 +26,7 @@ class Column:
     format: str = ""  # one of messages.NUMBERS; "" is a text
     stderr: str = ""  # the standard error, shown behind ±
     upper: str = ""  # the upper end of an interval whose lower end is `key`
-    best: str = ""  # True where the value is marked: it is statistically tied with the best, or is the best itself
+    best: str = ""  # True where the value is marked: it is the best, or was compared with it and is statistically tied
     threshold: str = ""  # an accuracy below it is marked as not distinguishable from guessing
     single: str = (
         ""  # True where an accuracy is marked: it is of one draw of calibration samples, others are means of several

@@ -70,7 +70,7 @@ def trials(findings: Findings) -> Table:
             shown = found.eligible.index.union([index for draws in found.draws.values() for index in draws.index])
             rest = rest.drop(index=shown)
             places = found.eligible["ppl"].rank(method="first")
-            tied, of_all = set(found.tied), {"model": label} | limits(found)
+            tied, of_all = found.marked, {"model": label} | limits(found)
             for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
                 ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
                 state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}

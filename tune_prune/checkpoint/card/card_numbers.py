@@ -12,6 +12,7 @@ from tune_prune.core.config import ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import number
 from tune_prune.core.terminal.escapes import markdown, markdown_code
 from tune_prune.core.values.measures import wilson_interval, wilson_items
+from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2
 from tune_prune.models.gguf.files import GgufOrigin
 
 UNKNOWN = "–"
@@ -85,7 +86,13 @@ def measured_on(manifest: Manifest) -> str:
         return "Measured by tune_prune."
     protocol = source.protocol
     own_data = reads_embedded_data(source.model, source.data_dir)
-    text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
+    if own_data:
+        text = "the perplexity text embedded in tune_prune"
+    elif source.data_dir is None or (manifest.measured_on and manifest.measured_on.text == WIKITEXT2):
+        text = "the raw WikiText-2 test split"
+    else:
+        text = "the text" if manifest.measured_on is None else "a text that is not WikiText-2,"
+        text += f" in {markdown_code(str(TEXT_FILE))}"
     if protocol.perplexity_tokens is not None:
         text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
     count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"

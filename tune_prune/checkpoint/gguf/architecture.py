@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tune_prune.checkpoint.layers import widths
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.pruning.shapes import is_uniform
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def check_config(config: PretrainedConfig) -> None:
 def check_shape(config: PretrainedConfig, shape: str) -> None:
     """Raise UserError where layers pruned in this shape differ, and no architecture of the family takes such."""
     check_config(config)
-    if shape != "uniform" and not any(architecture.per_layer for architecture in ARCHITECTURES[config.model_type]):
+    if not is_uniform(shape) and not any(architecture.per_layer for architecture in ARCHITECTURES[config.model_type]):
         raise _unsupported(
             f"architecture {ARCHITECTURES[config.model_type][0].name} {_ONE_WIDTH}, and shape is {shape}",
             _UNIFORM_HELPS,

@@ -59,11 +59,12 @@ class _Ending:
 
     def wait_for_signal(self, wakeup: int) -> None:
         """In a thread, which learns of a signal (`signal.set_wakeup_fd`) also where the main thread hangs in a library or a file
-        system and cannot hear it; then that has to end in PATIENCE_S."""
-        while number := os.read(wakeup, 1):
-            if number[0] in SIGNALS and not self.over.wait(PATIENCE_S):
-                self.heard = self.heard or signal.Signals(number[0])
-                self.by_force(self.sentence(), self.code())
+        system and cannot hear it; then that has to end in PATIENCE_S. Closes `wakeup` at its end."""
+        with open(wakeup, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if number[0] in SIGNALS and not self.over.wait(PATIENCE_S):
+                    self.heard = self.heard or signal.Signals(number[0])
+                    self.by_force(self.sentence(), self.code())
 
     def by_force(self, sentence: str, code: int) -> None:
         if not self.over.is_set():

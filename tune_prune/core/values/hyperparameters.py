@@ -91,7 +91,8 @@ HYPERPARAMETERS = {
         Hyperparameter(
             "shape", "Shape", ShapeName(), "aligned",
             "widths of the pruned layers: free, any; aligned, MLP widths in multiples of --align (or aligned-N) and a KV group in "
-            "every layer; uniform, the same in every layer, which makes a plain checkpoint of the family", "selection", "free",
+            "every layer; uniform, the same in every layer (from 1B parameters on in multiples of 256), which makes a plain "
+            "checkpoint of the family", "selection", "free",
         ),
         Hyperparameter(
             "seed", "Seed", Whole(0, 2**32 - 1), "1",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 # What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
 SHAPES = ("free", "aligned", "uniform")
 NORMALIZATIONS = ("none", "kind", "layer")
-SHAPE = re.compile(r"free|aligned-([1-9][0-9]{0,6})|uniform")
+SHAPE = re.compile(r"free|uniform|(?:aligned|uniform)-([1-9][0-9]{0,6})")
 KNOWN_TEXTS = ("embedded", "wikitext2", "c4")  # calibration texts that need no file
 MAX_STEM = 20  # letters of a file's name in the name of a configuration
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -110,12 +110,12 @@ class Choice(Kind):
 
 
 class ShapeName(Kind):
-    """free, uniform or aligned-N; asked for also as aligned, which gets its N by the model's size."""
+    """free, uniform, aligned-N or uniform-N; asked for also as aligned or uniform, which get their N by the model's size."""
 
     is_text = True
 
     def __str__(self) -> str:
-        return "free, uniform, aligned or aligned-N with a whole number N from 1, e.g. aligned-64"
+        return "free, aligned or uniform, the last two also with a whole number N from 1, e.g. aligned-64"
 
     def read(self, text: str) -> str:
         if text not in SHAPES and not self.holds(text):

@@ -37,11 +37,13 @@ class Request:
     """A continuation to score, as token ids.
 
     `inputs` [n] is what the model reads: context and continuation without the very last token. `targets` [m], m <= n,
-    are the continuation's tokens; they are predicted at the last m positions of `inputs`.
+    are the continuation's tokens; they are predicted at the last m positions of `inputs`. `crossing`: the first of them
+    begins in the context.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
+    crossing: bool = False
 
 
 @dataclass(frozen=True)

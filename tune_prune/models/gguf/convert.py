@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,23 @@ from tune_prune.models.runner.layer_weights import LazyWeights
 
 _SHARD_BYTES = 5 * 10**9
 _ROWS = 4096  # made floating-point at once
+_EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 
 
 def ensure(file: Path, folder: Path) -> None:
     """Have `folder` (files.folder_of) hold the model of the GGUF file: whole or not at all, by one process while others that want
     it wait. Raises UserError for a file that cannot be read as a model, and where the cache has no room."""
-    if folder.is_dir():
+    if folder.is_dir() and files.head(folder) is not None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f"{folder.name}.lock")):
+            if folder.is_dir() and files.head(folder) is None:  # of an older version
+                about = header.read(file)
+                if _head_again(about):
+                    shutil.rmtree(folder)
+                else:
+                    _record(folder, file, about, "")
             if not folder.is_dir():
                 _convert(file, folder)
     except PermissionError as error:
@@ -52,8 +60,9 @@ def ensure(file: Path, folder: Path) -> None:
 
 def _convert(file: Path, folder: Path) -> None:
     about = header.read(file)
-    model = _meta_model(file, about)
-    tensors = _by_parameter(file, about, model)
+    again = _head_again(about)
+    model = _meta_model(file, about, tied=again is not None)
+    tensors = _by_parameter(file, again or about, model)
     need, free = 4 * sum(p.numel() for p in model.parameters()), shutil.disk_usage(folder.parent).free
     if need > free:
         raise UserError(
@@ -69,7 +78,7 @@ def _convert(file: Path, folder: Path) -> None:
         if about.license:
             text = yaml.safe_dump(about.license, sort_keys=False)
             atomic_write_text(made / "README.md", f"---\n{text}---\n")  # where a model folder states it
-        atomic_write_text(made / files.RECORD, to_json({"file": file.name, "quantization": about.quantization}))
+        _record(made, file, about, _said_of_head(about) if again else "")
         for path in made.iterdir():
             with path.open("rb") as written:
                 os.fsync(written.fileno())
@@ -82,9 +91,52 @@ def _convert(file: Path, folder: Path) -> None:
         temporary.remove(made)
 
 
-def _meta_model(file: Path, about: header.Header) -> PreTrainedModel:
-    """The model without its weights. Raises UserError where its sizes are none."""
+def _record(folder: Path, file: Path, about: header.Header, head: str) -> None:
+    record = {"file": file.name, "quantization": about.quantization, "head": head}
+    atomic_write_text(folder / files.RECORD, to_json(record))
+
+
+def _head_again(about: header.Header) -> header.Header | None:
+    """The header without a head of its own, where that is the embeddings again, rounded otherwise: so some files store a model
+    whose embeddings are tied. Its one matrix is then the one of more bits. None where there is no head or one of its own.
+
+    Rounding changes rows of normal numbers by 1.5 to 2.7 / 2**bits of their norm (the most of 256 rows, from Q4_0 to Q8_0); 4 is
+    allowed each, and matrices trained apart differ by more than all of it."""
+    pair = [about.tensors[name] for name in (_EMBEDDINGS, _HEAD) if name in about.tensors]
+    if len(pair) < 2 or pair[0].shape.tolist() != pair[1].shape.tolist():
+        return None
+    allowed = min(0.8, sum(4 / 2 ** _bits(tensor) for tensor in pair))
+    for start in range(0, len(pair[0].data), _ROWS):
+        one, other = (gguf.dequantize(t.data[start : start + _ROWS], t.tensor_type) for t in pair)
+        norms = np.linalg.norm(other, axis=1)
+        # Rows far below the others' norm, as of tokens without use, may be rounded to nothing.
+        if (np.linalg.norm(one - other, axis=1) > allowed * np.maximum(norms, norms.mean())).any():
+            return None
+    rest = {name: tensor for name, tensor in about.tensors.items() if name != _HEAD}
+    return replace(about, tensors=rest | {_EMBEDDINGS: max(pair, key=_bits)})
+
+
+def _bits(tensor: gguf.ReaderTensor) -> int:
+    """Significant bits of a number of that type."""
+    block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    return {"F32": 24, "F16": 11, "BF16": 8}.get(tensor.tensor_type.name, 8 * size // block)
+
+
+def _said_of_head(about: header.Header) -> str:
+    kinds = [about.tensors[name].tensor_type.name for name in (_HEAD, _EMBEDDINGS)]
+    which = _HEAD if _bits(about.tensors[_HEAD]) > _bits(about.tensors[_EMBEDDINGS]) else _EMBEDDINGS
+    return (
+        f"its head ({_HEAD}, {kinds[0]}) is its embeddings ({_EMBEDDINGS}, {kinds[1]}) again, so both are one matrix here, read "
+        f"from {which}"
+    )
+
+
+def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel:
+    """The model without its weights; `tied`: its head is its embeddings although the file stores one. Raises UserError where its
+    sizes are none."""
     config = _transformers(AutoConfig, file)
+    if tied:
+        config.tie_word_embeddings = True
     for leftover in ("_model_name_or_path", "quantization_config", "_pre_quantization_dtype"):
         config.__dict__.pop(leftover, None)
     if about.head_dim and hasattr(config, "head_dim"):  # of some families transformers takes the usual one

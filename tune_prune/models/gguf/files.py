@@ -54,9 +54,16 @@ def origin(folder: Path, file: str) -> GgufOrigin:
     return GgufOrigin(Path(file).name, str(parse_json(folder / RECORD)["quantization"]), folder.name.partition("-")[0])
 
 
+def head(folder: Path) -> str | None:
+    """What became of a head that the file stores although it is the embeddings again, in a clause; "" where it does not, None
+    where an older version has filled `folder`, for which every head was one of its own. Raises DamagedFile."""
+    found = parse_json(folder / RECORD).get("head")
+    return None if found is None else str(found)
+
+
 def fingerprint(folder: Path) -> str:
     """What the model in `folder` is: the file's content, and how it is read."""
-    return digest({"gguf": folder.name})
+    return digest({"gguf": folder.name} | ({"head": "embeddings"} if head(folder) else {}))
 
 
 def _models() -> Path:

@@ -19,6 +19,7 @@ import numpy as np
 
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
+from tune_prune.models.weight_files import check_pointers
 
 # Architecture -> whether rows of q and k that turn together are neighbours (transformers has them half a head apart).
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
@@ -59,6 +60,7 @@ class Header:
 def read(path: Path) -> Header:
     """The header of the file. Raises UserError for what is no GGUF file, is damaged or cut off, or cannot be read as a dense model
     of one of ARCHITECTURES."""
+    check_pointers([path])
     try:
         _check_room(path)
         reader = gguf.GGUFReader(path)

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from tune_prune.core.errors import UserError
-from tune_prune.models import loading, weight_files
+from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
@@ -53,7 +53,7 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
     ):
         model.generation_config = GenerationConfig.from_pretrained(source.location, revision=revision)
     model.eval().requires_grad_(False)
-    places = weight_files.stored_tensors(folder, model)
+    places = weight_files.stored_tensors(folder, model, source.location)
     residency = replace(residency, weights=_stored_weights(places, dtype), device=torch.device(device))
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family), residency)
 
@@ -116,6 +116,6 @@ def _folder(source: ModelSource) -> Path:
     if source.kind != "hub":
         return Path(source.location)
     loading.fetch_weights(source)
-    config = cached_file(source.location, "config.json", revision=source.revision)
-    assert config is not None, "load_config has read it"
-    return Path(config).parent
+    folder = hub.folder(source.location, source.revision)
+    assert folder is not None, "load_config has read its config.json"
+    return folder

@@ -12,9 +12,9 @@ regression towards the old weights; without q and damping the update of Optimal 
 ZipLM has it, Kurtic et al. 2023, arXiv:2302.04089). The weights q say what the next RMSNorm makes of an error: without them the few
 tokens with massive activations (Sun et al. 2024, arXiv:2402.17762) decide alone, which can destroy a model.
 
-What is fitted to little text may not hold for other text. So every eighth window is left out of G, and a block whose error on those
-does not fall keeps its old weights; so does one whose weights would grow beyond twice their norm at ten and a hundred times the
-damping, too. There are no new biases, so checkpoints stay those of the family.
+What is fitted to little text may not hold for other text. So the last eighth of the windows is left out of G, and a block whose
+error on those does not fall keeps its old weights; so does one whose weights would grow beyond twice their norm at ten and a
+hundred times the damping, too. There are no new biases, so checkpoints stay those of the family.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tune_prune.pruning.surgery import kept_members, planned_layers, weight_name
 VERSION = 1  # raise when the weights that come out change their meaning
 LAST = ("output", "down")  # projections, by role
 WINDOW = 128  # tokens of a sample
-HELD_OUT = 8  # one of so many windows
+HELD_OUT = 8  # the last of so many parts of the windows
 MOST_GROWTH = 2.0  # of the norm of a projection's weights
 DAMPINGS = (1, 10, 100)  # times what was asked for
 

@@ -6,6 +6,7 @@ A method module has a docstring that names its source, and
                                            statistic has kinds: ("taylor", "block_removal:layer"); () where it reads no data
     def scores(dense: Dense) -> GroupScores                per layer float64 [KV groups] and [MLP channels], finite, of any scale:
                                                            groups of all layers are sorted together, the lowest are removed first
+                                                           (-inf: before all others)
     SHAPES: tuple[str, ...]                optional: the shapes that it is for, "free", "aligned", "uniform"; all where it has none
     NORMALIZATIONS: tuple[str, ...]        optional: what its scores may be divided by: "none", "kind", "layer"; else all
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.hashing import code_digest, digest
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import NORMALIZATIONS, SHAPES
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -66,11 +68,18 @@ class Method:
     statistics: tuple[str, ...]
     scores: Callable[[Dense], GroupScores]
     description: str  # first line of the module's docstring
+    own_code: str  # digest of the module's code
     own_reads: tuple[str, ...] = ()  # READS of its module: hyperparameters that it reads without a statistic
     shapes: tuple[str, ...] = SHAPES  # SHAPES of its module: those in which its scores decide something
     normalizations: tuple[str, ...] = (
         NORMALIZATIONS  # NORMALIZATIONS of its module: those that leave something of its scores
     )
+
+    @property
+    def code(self) -> str:
+        """A digest of the code that its scores come from: of its module and of those of its statistics, as they were loaded."""
+        statistics = sorted({parse(text)[0] for text in self.statistics})
+        return digest([self.own_code, *(load_statistic(name).code for name in statistics)])
 
     @property
     def reads(self) -> frozenset[str]:
@@ -129,4 +138,5 @@ def load_method(name: str) -> Method:
     description = (module.__doc__ or "").strip().splitlines()[0]
     read, shapes = getattr(module, "READS", ()), getattr(module, "SHAPES", SHAPES)
     normalizations = getattr(module, "NORMALIZATIONS", NORMALIZATIONS)
-    return Method(name, tuple(module.STATISTICS), module.scores, description, read, shapes, normalizations)
+    own_code = code_digest(module)
+    return Method(name, tuple(module.STATISTICS), module.scores, description, own_code, read, shapes, normalizations)

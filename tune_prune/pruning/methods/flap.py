@@ -6,7 +6,8 @@
 
 The WIFV metric with the adaptive structure AL-AM, squared for attention as in the authors' code: the scores of all layers are
 compared with each other, whatever a group costs. FLAP then adds a bias for what was removed; here nothing is added.
-The only KV group of a layer scores 0: its mean is that of all inputs of o.
+The only KV group of a layer scores 0: its mean is that of all inputs of o. A block whose metric is 0 everywhere adds nothing
+that varies: its z would be 0 / 0, and all of it goes before anything else, as the metric itself has it.
 """
 
 import numpy as np
@@ -26,7 +27,9 @@ def scores(dense: Dense) -> GroupScores:
         part = dense.family.linears(layer)
         by_input = np.square(inputs.attention_variance[index] * _squared_columns(part["output"]))
         attention = _standardised(by_input).reshape(dense.geometry.kv_heads[index], -1).mean(1)
-        if len(attention) == 1:  # the mean of all: 0 but for rounding, which must not choose among layers
+        if (
+            len(attention) == 1 and by_input.any()
+        ):  # the mean of all: 0 but for rounding, which must not choose among layers
             attention = np.zeros(1)
         mlp = _standardised(inputs.mlp_variance[index] * _squared_columns(part["down"]))
         layers.append((attention, mlp))
@@ -34,7 +37,9 @@ def scores(dense: Dense) -> GroupScores:
 
 
 def _standardised(metric: np.ndarray) -> np.ndarray:
-    """0 where all are equal, and of a single one."""
+    """0 where all are equal, and of a single one; -inf where all are 0."""
+    if not metric.any():
+        return np.full_like(metric, -np.inf)
     centred: np.ndarray = metric - metric.mean()
     spread = metric.std(ddof=1) if len(metric) > 1 else 0.0
     return centred / spread if spread > 0 else centred

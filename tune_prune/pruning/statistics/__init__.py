@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.hashing import code_digest
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 if TYPE_CHECKING:
@@ -76,13 +78,18 @@ class Statistic(ABC):
     """Base class: a subclass sets version, stage and label, and implements collect, work and value; the rest has defaults.
     CONTRIBUTING.md has a recipe, tests/pruning/test_statistics.py the contract."""
 
-    version: int  # raise when the numbers change their meaning: those that are cached are then not used
+    version: int  # raise when the numbers change by code outside of its module: those that are cached are then not used
     stage: str  # of a trial, in records; also what its files in the cache begin with
     label: str  # of its pass, in text: "gradient"
     backward: bool = False  # whether its pass computes gradients; else it runs forward only
     solves: bool = False  # whether its sums, once they are there, are solved for: that takes the cube of what a projection is given
     kinds: tuple[str, ...] = ("",)
     reads: tuple[str, ...] = CALIBRATION  # hyperparameters that it depends on
+
+    @property
+    def code(self) -> str:
+        """A digest of its module's code: numbers that another code has computed are not used."""
+        return code_digest(sys.modules[type(self).__module__])
 
     def num_samples(self, config: PruningConfig) -> int:
         """Calibration samples that a configuration has it take."""

@@ -108,7 +108,9 @@ def _losses(inputs: Tensor, gradients: Tensor) -> np.ndarray:
     count, size, _ = gradients.shape
     diagonal = inputs.diagonal().clone()
     damping = DAMPING * diagonal.mean()
-    inputs.diagonal().add_(damping.clamp_min(torch.finfo(inputs.dtype).tiny))  # in place: a copy would be as large
+    if damping == 0:  # nothing goes in
+        return np.zeros(count)
+    inputs.diagonal().add_(damping)  # in place: a copy would be as large
     factor, failed = torch.linalg.cholesky_ex(inputs)  # L of L L^T, whose inverse is L^-T L^-1
     inputs.diagonal().copy_(diagonal)
     if failed:

@@ -35,6 +35,8 @@ class LocalRay:
     def __init__(self, num_cpus: int | None = None) -> None:
         # Both processes have to agree on it, before either imports ray; it is what Ray chooses for a Ray of its own.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+        # It listens on 127.0.0.1, to which no proxy of a user's cluster leads: its processes would wait for each other for ever.
+        os.environ.update(RAY_grpc_enable_http_proxy="0")
         path = os.pathsep.join(
             entry or os.getcwd() for entry in sys.path
         )  # Ray and its workers import what this one does

@@ -29,7 +29,7 @@ from tune_prune.cost_model.gpus import Gpu, visible_gpus
 from tune_prune.cost_model.memory_plan import on_this_machine
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
-from tune_prune.models.runner.devices import NO_KERNELS_STEP
+from tune_prune.models.runner.devices import NO_KERNELS_STEP, fast_at_bfloat16
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources, slots_on
 
 WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all
@@ -91,8 +91,8 @@ def survey(use_gpus: bool) -> list[Node]:
     found, problems = _ask([node for node in nodes if node.runs_trials], hardware)
     for index, node in enumerate(nodes):
         if node.node_id in found:
-            memory, file_room, gpus = found[node.node_id]
-            nodes[index] = replace(node, memory=memory, file_room=file_room, gpus=tuple(gpus))
+            memory, file_room, gpus, bfloat16 = found[node.node_id]
+            nodes[index] = replace(node, memory=memory, file_room=file_room, gpus=tuple(gpus), bfloat16=bfloat16)
             if on_gpus and not gpus:
                 problems[node.name] = (
                     "offers GPUs but its torch sees none: install a torch build for them there, or use --gpus-per-trial 0"
@@ -254,8 +254,9 @@ def _not_shared(folder: Location, why: str) -> str:
 
 
 @ray.remote(num_cpus=0)  # Ray ends a worker after a task with a share of a GPU
-def _hardware(on_gpus: bool) -> tuple[machine.Memory, int, list[Gpu]]:
-    return machine.memory(), on_this_machine()["file"], visible_gpus() if on_gpus else []
+def _hardware(on_gpus: bool) -> tuple[machine.Memory, int, list[Gpu], bool]:
+    gpus = visible_gpus() if on_gpus else []
+    return machine.memory(), on_this_machine()["file"], gpus, not on_gpus and fast_at_bfloat16("cpu")
 
 
 @ray.remote(num_cpus=0)

@@ -47,6 +47,7 @@ class Node:
     skew_s: float = 0.0  # its clock is at least so many seconds ahead of this machine's
     memory: Memory | None = None  # None: it was not asked
     file_room: int = 0  # bytes that are free for hidden states in a file, where it was asked
+    bfloat16: bool = False  # whether its CPU gains by computing in it, where trials run on CPUs
     gpus: tuple[Gpu, ...] = ()  # those that were free to be asked; at least one where trials run on GPUs
 
 

@@ -25,7 +25,10 @@ _COLUMNS = (
     *("grad_max_ratio", "grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "removed_fraction"),
 )
 
-_MIN_ROWS = 4  # Fisher's interval divides by sqrt(n - 3)
+CONTROL = "random"  # the method that prunes by chance: far off the others, it alone would make a correlation
+_MIN_ROWS = (
+    10  # of a handful of points nearly any two measures correlate: of 4 random ones |r| is above .95 in one of 20
+)
 # PED-ANOVA. Simulated searches of 20 of 297 configurations, one factor with a large effect and two with none: it puts that
 # factor first in 86% (method) and 100% (seq_len) of them; with Optuna's default of a tenth in 20% and 92%, with half as many
 # trials in 59% and 98%.
@@ -43,14 +46,14 @@ class Trend:
     spread_points: float  # highest less lowest level mean
     stderr_points: float  # of that difference
     best_level: float  # of a factor of whole numbers an int
-    tied_levels: tuple[float, ...]  # that do not differ from it, itself among them
+    tied_levels: tuple[float, ...]  # that do not differ from it, itself among them; none where it is unknown
     spearman: float  # rank correlation of level and acc_mean over the rows
     spearman_p: float
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Pearson correlation of acc_mean with another column over the complete rows."""
+    """Pearson correlation of acc_mean with another column over the complete rows but those of CONTROL."""
 
     measure: str  # the column
     n: int  # rows
@@ -112,13 +115,14 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
         spearman, spearman_p = map(float, spearmanr(eligible[factor].to_numpy("float64"), acc.to_numpy("float64")))
     direction = _direction(means, stderr, p)
     lower = means[highest] - means > 2 * stderr[highest] + np.abs(means).max() * _ROUNDING
+    tied = {"flat": levels, "unknown": levels[:0]}.get(direction, levels[~lower])
     return Trend(
         factor,
         direction,
         100 * float(means[highest] - means[lowest]),
         100 * float(stderr[highest, lowest]),
         levels[highest].item(),
-        tuple((levels if direction in ("flat", "unknown") else levels[~lower]).tolist()),
+        tuple(tied.tolist()),
         spearman,
         spearman_p,
     )
@@ -259,11 +263,12 @@ def correlations(eligible: pd.DataFrame) -> tuple[Correlation, ...]:
     """Pearson's correlation of acc_mean with each of _COLUMNS that has a value at all, with Fisher's 95% interval; and Kendall's.
 
     Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
-    Rows of methods that run no gradient pass have no gradient columns (grad_*) and are left out of theirs. Gradient columns
-    are the same for all methods of one gradient pass. Where they are, to within the noise of repeating that pass, rows are
-    not independent evidence, and the interval is that of the correlation over passes, each with the mean accuracy of its
+    Rows of CONTROL are left out, and those of methods that run no gradient pass, which have no gradient columns (grad_*), of these.
+    Gradient columns are the same for all methods of one gradient pass. Where they are, to within the noise of repeating that pass,
+    rows are not independent evidence, and the interval is that of the correlation over passes, each with the mean accuracy of its
     rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
     """
+    eligible = eligible[eligible["method"] != CONTROL]
     present = [column for column in _COLUMNS if column in eligible and eligible[column].notna().any()]
     gradients = [column for column in present if column.startswith("grad_")]
     taken = eligible[gradients].notna().any(axis=1).groupby(eligible["method"]).transform("any")
@@ -277,7 +282,7 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
     if bad := int(n - np.isfinite(data["value"]).sum()):
         return Correlation(column, n, reason=Message("not_finite", {"column": column, "count": bad}))
     if n < _MIN_ROWS:
-        return Correlation(column, n, reason=Message("too_few", {"n": n}))
+        return Correlation(column, n, reason=Message("too_few", {"n": n, "least": _MIN_ROWS}))
     for name, values in ((column, data["value"]), ("acc_mean", data["acc"])):
         if _is_constant(values):
             return Correlation(column, n, reason=Message("constant", {"column": name}))

@@ -1,0 +1,174 @@
+"""Models with the config.json that public models have, every key of it, in the versions of transformers that they were published
+with: planned, searched, pruned, and loaded by transformers. Only sizes are smaller, and ids of tokens within the vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import tune_prune
+from tests.search_folders import TINY_FOLDER, data_folder
+from tune_prune import search
+
+VOCABULARY = 600  # the tokenizer's 551, and some that no text makes
+SMALL = {"num_hidden_layers": 4, "vocab_size": VOCABULARY}
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "initializer_range": 0.02,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+LLAMA_3 = LLAMA | {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 590, "eos_token_id": 591, "max_position_embeddings": 8192,
+    "rope_theta": 500000.0, "transformers_version": "4.40.0.dev0",
+}  # fmt: skip
+LLAMA_3_1 = LLAMA_3 | {
+    "max_position_embeddings": 131072, "mlp_bias": False, "transformers_version": "4.43.0.dev0",
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "initializer_range": 0.02,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "initializer_range": 0.02,
+    "attention_dropout": 0.0, "bos_token_id": 590, "eos_token_id": 590, "hidden_size": 112, "intermediate_size": 148,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 131072, "max_window_layers": 4,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-2-7b": LLAMA | {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf", "intermediate_size": 172, "num_key_value_heads": 8,
+        "max_position_embeddings": 4096, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0",
+    },
+    "Llama-3-8B": LLAMA_3,
+    "Llama-3.1-8B": LLAMA_3_1,
+    "Llama-3.2-1B": LLAMA_3_1 | {
+        "head_dim": 8, "intermediate_size": 256, "rope_scaling": LLAMA_3_1["rope_scaling"] | {"factor": 32.0},
+        "tie_word_embeddings": True, "transformers_version": "4.45.0.dev0",
+    },
+    "Mistral-7B-v0.1": MISTRAL | {
+        "rope_theta": 10000.0, "sliding_window": 16, "transformers_version": "4.34.0.dev0",
+    },
+    "Mistral-7B-v0.3": MISTRAL | {
+        "attention_dropout": 0.0, "rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0",
+    },
+    "Mistral-Nemo-Base-2407": MISTRAL | {
+        "attention_dropout": 0.0, "head_dim": 8, "hidden_size": 80, "max_position_embeddings": 128000,
+        "rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.43.0.dev0",
+    },
+    "Qwen2-7B": QWEN | {"transformers_version": "4.37.2"},
+    "Qwen2.5-7B": QWEN | {"transformers_version": "4.40.1", "use_mrope": False},
+    "Qwen3-8B": QWEN | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "eos_token_id": 592,
+        "head_dim": 16, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8,
+        "max_position_embeddings": 40960, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "transformers_version": "4.51.0",
+    },
+    "SmolLM2-135M": LLAMA_3 | {
+        "bos_token_id": 0, "eos_token_id": 0, "hidden_size": 72, "intermediate_size": 192, "is_llama_config": True,
+        "initializer_range": 0.041666666666666664, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "rope_interleaved": False, "rope_theta": 100000, "tie_word_embeddings": True, "transformers_version": "4.40.1",
+    },
+    "SmolLM3-3B": LLAMA_3 | {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "eos_token_id": 592, "pad_token_id": 593,
+        "intermediate_size": 344, "layer_types": ["full_attention"] * 4, "max_position_embeddings": 65536,
+        "max_window_layers": 3, "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
+        "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "sliding_window": None,
+        "tie_word_embeddings": True, "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False,
+    },
+    "Granite-3.3-2b": {name: value for name, value in LLAMA_3.items() if name != "pretraining_tp"} | {
+        "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.125,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "embedding_multiplier": 12.0, "intermediate_size": 256,
+        "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": False, "residual_multiplier": 0.22,
+        "rope_theta": 10000000.0, "tie_word_embeddings": True, "transformers_version": "4.46.0.dev0",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(params=PUBLISHED)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with that config.json, random weights of its torch_dtype and a tokenizer."""
+    folder, published = tmp_path / request.param, json.dumps(PUBLISHED[request.param] | SMALL)
+    folder.mkdir()
+    for path in TINY_FOLDER.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    (folder / "config.json").write_text(published)
+    config = AutoConfig.from_pretrained(folder)
+    made = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    generator = torch.Generator().manual_seed(0)
+    for weight in made.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+    made.save_pretrained(folder)
+    (folder / "config.json").write_text(published)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[str, ...]:
+    return ("--data-dir", str(data_folder(tmp_path / "data")), "--calibration", "embedded", "--tasks", "boolq,piqa")
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    """Of more tokens than the sliding window has."""
+    ids = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("shape", ["free", "uniform"])
+def test_a_pruned_model_of_it_loads_and_gives_what_it_gave_in_memory(model: Path, shape: str, tmp_path: Path) -> None:
+    dense = tune_prune.open(
+        model, calibration="embedded", data_dir=data_folder(tmp_path / "data"), device="cpu", dtype="float32"
+    )
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert torch.equal(logits(dense.model), logits(own))
+    pruned = dense.prune("taylor", 0.25, 16, 8, shape=shape)
+    pruned.save(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    found, expected = logits(again), logits(pruned.model)
+    assert (found - expected).abs().max() <= 1e-5 < (expected - logits(own)).abs().max()
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["dtype"] == PUBLISHED[model.name]["torch_dtype"]
+    assert saved["model_type"] == "tune_prune_" * (shape == "free") + PUBLISHED[model.name]["model_type"]
+
+
+def test_a_search_of_it_is_planned(model: Path, data: tuple[str, ...], plan_text: Callable[..., str]) -> None:
+    plan = plan_text("--model", model, *data, "--search-space", "smoke", "--gpu", "4090")
+    own = AutoModelForCausalLM.from_pretrained(model)
+    assert f"{model.name} " in plan and f" {own.num_parameters():,} " in plan
+
+
+@pytest.mark.slow
+def test_it_is_searched(model: Path, data: tuple[str, ...], printed: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("search: grid\nmethod: [blockwise, flap]\nseq_len: 16\nnum_samples: 8\n")
+    small = (
+        "--limit",
+        "2",
+        "--perplexity-tokens",
+        "512",
+        "--inline",
+        "--save-best",
+        "--storage-path",
+        tmp_path / "results",
+    )
+    out = printed(search.main, "--model", model, *data, "--search-space", tmp_path / "two.yaml", *small)
+    assert "2 trials (2 complete)" in out
+    (best,) = (tmp_path / "results").rglob("best/*/config.json")
+    assert logits(AutoModelForCausalLM.from_pretrained(best.parent)).isfinite().all()

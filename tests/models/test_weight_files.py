@@ -1,0 +1,157 @@
+"""What is looked at of weights before they are loaded, whatever files they are in and wherever those lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tune_prune.core.errors import UserError
+from tune_prune.models import loading, weight_files
+from tune_prune.models.catalog import ModelSource, resolve
+from tune_prune.models.runner.mapped_model import map_model
+
+Weights = dict[str, torch.Tensor]
+NAME = "model.layers.1.self_attn.o_proj.weight"
+MODULE = NAME.removesuffix("weight")
+
+
+def _pickle(folder: Path, weights: Weights) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+
+
+def _pickle_in_two(folder: Path, weights: Weights) -> None:
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {"pytorch_model-00001-of-00002.bin": names[::2], "pytorch_model-00002-of-00002.bin": names[1::2]}
+    for file, own in parts.items():
+        torch.save({name: weights[name] for name in own}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _save(folder: Path, weights: Weights) -> None:
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+FILES: dict[str, Callable[[Path, Weights], None]] = {
+    "safetensors": _save,
+    "pickled": _pickle,
+    "pickled in two": _pickle_in_two,
+}
+
+
+@pytest.fixture(params=["folder", "hub"])
+def source(
+    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ModelSource:
+    """A folder that a test may damage, or the same as the hub's cache has it; its files are in `place`."""
+    if request.param == "folder":
+        return resolve(str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--acme--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "snapshots").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    folder.rename(repo / "snapshots" / ("0" * 40))
+    return resolve("acme/tiny")
+
+
+def place(source: ModelSource, tmp_path: Path) -> Path:
+    return Path(source.location) if source.kind == "folder" else next((tmp_path / "hub").glob("*/snapshots/*"))
+
+
+@pytest.mark.parametrize("files", FILES)
+def test_whole_weights_are_the_same_model_in_whatever_files(files: str, source: ModelSource, tmp_path: Path, tiny):
+    folder = place(source, tmp_path)
+    FILES[files](folder, load_file(folder / "model.safetensors"))
+    loading.check_weights(source, loading.load_config(source))
+    loaded = loading.load_model(source, torch.float32, "cpu").model.state_dict()
+    expected = tiny("qwen2", torch.float32).state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
+
+
+def _in_8_bits(weights: Weights) -> None:
+    weights[NAME] = weights[NAME].to(torch.float8_e4m3fn)
+
+
+def _codes(weights: Weights) -> None:
+    """As GPTQ and AWQ name them."""
+    rows, columns = weights.pop(NAME).shape
+    weights[f"{MODULE}qweight"] = torch.zeros(rows // 8, columns, dtype=torch.int32)
+    weights[f"{MODULE}scales"] = torch.ones(1, columns)
+
+
+def _in_4_bits(weights: Weights) -> None:
+    """As bitsandbytes stores them."""
+    weights[f"{NAME}.absmax"] = torch.ones(weights[NAME].numel() // 64)
+    weights[NAME] = torch.zeros(weights[NAME].numel() // 2, 1, dtype=torch.uint8)
+
+
+QUANTISED: dict[str, tuple[Callable[[Weights], None], str]] = {
+    "8 bits": (_in_8_bits, rf"{NAME} is F8_E4M3"),
+    "whole numbers": (lambda weights: weights.update({NAME: weights[NAME].to(torch.int8)}), rf"{NAME} is I8"),
+    "4 bits": (_in_4_bits, rf"{NAME} is U8"),
+    "codes": (_codes, rf"{MODULE}qweight is a part of one"),
+    "a scale beside": (lambda weights: weights.update({f"{NAME}_scale": torch.ones(1)}), rf"{NAME}_scale is a part of one"),
+    "scales of blocks": (lambda weights: weights.update({f"{NAME}_scale_inv": torch.ones(1, 1)}), rf"{NAME}_scale_inv is a part"),
+    "a scale below": (lambda weights: weights.update({f"{NAME}.absmax": torch.ones(4)}), rf"{NAME}\.absmax is a part of one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", QUANTISED)
+@pytest.mark.parametrize("files", FILES)
+def test_quantised_weights_are_refused_on_every_road(files: str, how: str, source: ModelSource, tmp_path: Path):
+    """Without a quantization_config nothing says so but the tensors themselves."""
+    change, said = QUANTISED[how]
+    folder = place(source, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    FILES[files](folder, weights)
+    config = loading.load_config(source)
+    roads: list[Callable[[], object]] = [
+        lambda: loading.check_weights(source, config),  # of plans
+        lambda: loading.load_model(source, torch.float32, "cpu"),
+    ]
+    if files == "safetensors":
+        roads.append(lambda: map_model(source, torch.float32, "cpu"))
+    for road in roads:
+        with pytest.raises(UserError, match=f"are quantised .{said}.*the model that they were made from") as error:
+            road()
+        assert f"the weights of {source.location} are" in str(error.value)
+
+
+def test_what_belongs_to_no_weight_may_be_beside_them(folder: Path):
+    """Rotary frequencies of old checkpoints, scales of an 8-bit KV cache."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    weights["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    _save(folder, weights)
+    source = resolve(str(folder))
+    assert loading.load_model(source, torch.float32, "cpu").geometry == map_model(source, torch.float32, "cpu").geometry
+
+
+@pytest.mark.parametrize("keep", [0, 1000, -1000])
+def test_a_pickle_that_is_cut_off_is_called_that(keep: int, folder: Path):
+    _pickle(folder, load_file(folder / "model.safetensors"))
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"weight file .*pytorch_model\.bin is damaged or cut off \([0-9,]+ bytes"):
+        loading.check_weights(resolve(str(folder)), loading.load_config(resolve(str(folder))))
+
+
+def test_of_a_hub_s_model_that_is_not_wholly_here_nothing_is_said_yet(source: ModelSource, tmp_path: Path):
+    folder = place(source, tmp_path)
+    _pickle_in_two(folder, load_file(folder / "model.safetensors"))
+    weight_files.pickled_files(folder)[0].unlink()
+    config = loading.load_config(source)
+    if source.kind == "hub":
+        loading.check_weights(source, config)
+    else:
+        with pytest.raises(UserError, match=r"lacks 1 of 2 weight files, e\.g\. pytorch_model-00001"):
+            loading.check_weights(source, config)

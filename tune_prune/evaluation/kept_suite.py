@@ -1,0 +1,79 @@
+"""The zero-shot suite of a run: made by lm-eval once for a model and its tasks, afterwards read from the artifact store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import ModelRun
+from tune_prune.data.sources import Contents, suite_key, task_source
+from tune_prune.evaluation.suite import ZeroShotSuite
+
+
+@dataclass(frozen=True)
+class KeptSuite:
+    """Where the suite of `run` is kept. `contents`: of that run, `config`: of its model."""
+
+    run: ModelRun
+    contents: Contents
+    config: PretrainedConfig
+    model_fingerprint: str
+    artifacts: ArtifactStore
+
+    @cached_property
+    def key(self) -> dict[str, Any]:
+        """Of the suite as an artifact."""
+        length = self.config.max_position_embeddings
+        return suite_key(self.run, self.contents.tasks, self.model_fingerprint, length)
+
+    def read(self) -> ZeroShotSuite | None:
+        """The suite that was kept, if one was. Raises UserError for a token id that the model does not know."""
+        found = self.artifacts.get(
+            "suite", self.key, lambda arrays: ZeroShotSuite.from_arrays(arrays, self.run.protocol)
+        )
+        return found and self._known(found)
+
+    def make(self, tokenizer: PreTrainedTokenizerBase) -> ZeroShotSuite:
+        """The suite by lm-eval. Raises UserError as `build_suite` and `read` do."""
+        from tune_prune.evaluation.zero_shot import build_suite  # imports lm_eval: seconds, and not needed before
+
+        source, length = task_source(self.run), self.config.max_position_embeddings
+        made = self.contents.of_tasks(lambda: build_suite(tokenizer, self.run.protocol, source, length))
+        return self._known(made)
+
+    def keep(self, suite: ZeroShotSuite) -> None:
+        """Store what `make` has made, unless an item needs lm-eval's judgement."""
+        arrays = suite.arrays()
+        if arrays is not None:
+            self.artifacts.put("suite", self.key, arrays)
+
+    def _known(self, suite: ZeroShotSuite) -> ZeroShotSuite:
+        suite.check_token_ids(self.run.label, self.config.vocab_size)
+        return suite
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The special token with which the tokenizer ends every text, if there is one."""
+    whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    return str(tokenizer.convert_ids_to_tokens(whole[-1])) if plain and whole[-1] != plain[-1] else None
+
+
+def caveats(tokenizer: PreTrainedTokenizerBase, suite: ZeroShotSuite | None) -> tuple[str, ...]:
+    """What a reader of the accuracies must know of how the items are tokens, in sentences."""
+    end, notes = end_token(tokenizer), []
+    if end is not None:
+        notes.append(
+            f"the tokenizer ends every text with {end}, questions too, so answers stand behind it, as in lm-eval, and accuracies "
+            "say nothing of the model; save the tokenizer without it (add_eos_token in tokenizer_config.json, post_processor in "
+            "tokenizer.json)"
+        )
+    if suite is not None and suite.num_crossing:
+        notes.append(
+            f"{suite.num_crossing} of {suite.num_items} items have an answer without tokens of its own, as one begins in the "
+            "question; there every token that the answer changes is scored"
+        )
+    return tuple(notes)
