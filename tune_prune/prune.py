@@ -166,7 +166,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     pruned = dense.execute(request, lambda stage: say(f"{stage.stage:<12} {_taken(stage)}"))
     searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
     text = f"calibration: {request.run.of(config).calibration}" if "calibration" in read else "it reads no text"
-    how, plan = searched or f"computed ({text})", pruned.plan
+    how, plan = searched or f"computed in {request.run.dtype} ({text})", pruned.plan
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
     say(f"plan         {how}: {removed}")
     return pruned.save(folder, fmt, **options)

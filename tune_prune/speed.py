@@ -79,7 +79,7 @@ def parser() -> Parser:
     p.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="data type of the weights (default: bfloat16 on a GPU that has it, else float32; of a search as it was run)",
+        help=f"data type of the weights (default: {flags.DTYPE_DEFAULT}; of a search as it was run)",
     )
     flags.add_device_flag(p)
     p.add_argument(

@@ -99,7 +99,7 @@ def test_only_what_was_read_is_named(
     samples = ["--seq-len", "16", "--num-samples", "8"] if method == "taylor" else []
     out = printed(prune.main, "--model", "tiny-llama", "--method", method, *samples, "--output", tmp_path / "out")
     assert f"tiny-llama: {name}, 20% of all parameters\n" in out
-    assert f"plan         computed ({text}): " in out
+    assert f"plan         computed in float32 ({text}): " in out
     assert re.search(r"^pruning +[\d.]+ s$", out, re.MULTILINE)
 
 
@@ -223,3 +223,17 @@ def test_a_dense_model_that_has_moved_is_asked_for(refused: Callable[..., str], 
         assert "model folder nowhere/at/all does not exist" in refused(
             main, "--config", experiment, "--base", "nowhere/at/all", *more
         )
+
+
+def test_a_dense_model_that_is_refused_where_it_was_keeps_its_sentence(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    experiment = Path(shutil.copytree(FIRST_HOUSE / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
+    folder = shutil.copytree(embedded.model_dir("tiny-llama"), tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    for name in ("experiment.json", "global_best_config.json"):
+        text = (experiment / name).read_text()
+        (experiment / name).write_text(text.replace('"model": "tiny-llama"', f'"model": "{folder}"'))
+    for main, more in ((prune.main, ("--output", tmp_path / "out")), (speed.main, ())):
+        told = refused(main, "--config", experiment, *more)
+        assert "adapter_config.json" in told and "move that file away" in told and "not where it was" not in told

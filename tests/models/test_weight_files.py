@@ -155,3 +155,35 @@ def test_of_a_hub_s_model_that_is_not_wholly_here_nothing_is_said_yet(source: Mo
     else:
         with pytest.raises(UserError, match=r"lacks 1 of 2 weight files, e\.g\. pytorch_model-00001"):
             loading.check_weights(source, config)
+
+
+@pytest.mark.parametrize("files", FILES)
+def test_a_config_without_a_data_type_leaves_it_to_the_files(files: str, source: ModelSource, tmp_path: Path) -> None:
+    """Most of the numbers count: norms are often kept in float32."""
+    folder = place(source, tmp_path)
+    about = json.loads((folder / "config.json").read_text())
+    about = {name: value for name, value in about.items() if "dtype" not in name}
+    weights = load_file(folder / "model.safetensors")
+    narrow = {name: w if w.dim() == 1 else w.to(torch.bfloat16) for name, w in weights.items()}
+    for stored, dtype in ((weights, "float32"), (narrow, "bfloat16")):
+        if not (folder / "model.safetensors").exists():
+            (folder / "model.safetensors").touch()
+        FILES[files](folder, stored)
+        (folder / "config.json").write_text(json.dumps(about))
+        assert loading.stored_as(source, loading.load_config(source)) == dtype
+    (folder / "config.json").write_text(json.dumps(about | {"dtype": "float16"}))
+    assert loading.stored_as(source, loading.load_config(source)) == "float16"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"<html>Not found</html>", "it holds no weights"), ([1, 2], "it holds no tensors by name")]
+)
+def test_what_is_no_weights_in_a_pickled_file_is_said(content: object, says: str, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (folder / "pytorch_model.bin").write_bytes(content)
+    else:
+        torch.save(content, folder / "pytorch_model.bin")
+    source = resolve(str(folder))
+    with pytest.raises(UserError, match=f"is damaged or cut off .*{says}"):
+        loading.check_weights(source, loading.load_config(source))

@@ -34,11 +34,12 @@ from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner import devices
-from tune_prune.planning import experiment, resolve, search_space
+from tune_prune.planning import experiment, preflight, resolve, search_space
 from tune_prune.planning.memory_bounds import check_memory
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning import shapes
+from tune_prune.pruning.methods import Method, load_method
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare
@@ -317,6 +318,16 @@ def test_shapes_that_are_the_same_for_a_model(refusal: Callable[..., str]) -> No
     Path("mine.yaml").write_text(f"{text}\nshape: [aligned, aligned-64]\n")
     sentence = refusal("--model", "tiny-llama", "--search-space", "mine.yaml")
     assert "shape lists aligned, aligned-64, of which two are the same here" in sentence
+
+
+def test_a_method_is_asked_about_the_shape_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uniform_alone(name: str) -> Method:
+        return replace(load_method(name), shapes=("uniform",))
+
+    monkeypatch.setattr(preflight, "load_method", uniform_alone)
+    make_plan(SearchSettings(("tiny-llama",), "smoke", limit=5, shape="uniform"))
+    with pytest.raises(UserError, match="use shape uniform, or another method"):
+        make_plan(SearchSettings(("tiny-llama",), "smoke", limit=5))
 
 
 @pytest.mark.parametrize("shape", ["free", "aligned-16", "uniform", "uniform-8"])

@@ -30,6 +30,7 @@ from tune_prune.pruning.methods import method_names
 _LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs
 MODEL_HELP = "alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, local folder or GGUF file"
 REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
+DTYPE_DEFAULT = "bfloat16 for weights stored in 16 bits or fewer, on a GPU or CPU that is faster in it; else float32"
 RUN_DEFAULTS = {
     "shape": "free, from 1B parameters on aligned",
     "seed": "0",
@@ -84,8 +85,7 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="data type of the weights while they are used (default: bfloat16 for weights stored in 16 bits or fewer, on a GPU or "
-        "CPU that is faster in it; else float32)",
+        help=f"data type of the weights while they are used (default: {DTYPE_DEFAULT})",
     )
 
 

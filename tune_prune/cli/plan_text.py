@@ -206,12 +206,10 @@ def _shapes(plan: Plan) -> list[tuple[str, str]]:
         if kind == "free":
             lines.append(f"free: each layer has its own widths{of}{_SLOW if large else ''}")
         elif kind == "uniform":
-            width = (
-                "width" if set(multiples.values()) == {"1"} else f"width, a multiple of {_by_model('{}', multiples)},"
-            )
-            lines.append(
-                f"uniform: one MLP {width} for all layers, and one of {_by_model('{} KV groups', heads)} in each{of}"
-            )
+            any_width = set(multiples.values()) == {"1"}
+            width = "width" if any_width else f"width, a multiple of {_by_model('{}', multiples)},"
+            groups, slow = _by_model("{} KV groups", heads), _ODD if any_width and large else ""
+            lines.append(f"uniform: one MLP {width} for all layers, and one of {groups} in each{of}{slow}")
         else:
             widths = f"MLP widths in multiples of {_by_model('{}', multiples)}, at least one KV group in every layer"
             lines.append(f"aligned: {widths}{of}{_FAST if large else ''}")
@@ -221,6 +219,8 @@ def _shapes(plan: Plan) -> list[tuple[str, str]]:
 # Mistral-7B's shape with 20% removed on an H100, beside the dense model (docs/gpu.md)
 _SLOW = "; on a GPU it took 2.2 times the dense model's time at 7B, where --shape aligned took 75%"
 _FAST = "; on a GPU it took 75% of the dense model's time at 7B, where --shape free took 2.2 times as long"
+
+_ODD = "; on a GPU matrix products of a width that is no multiple of 8 took seven times as long"
 
 
 def _by_model(text: str, values: Mapping[str, str]) -> str:

@@ -244,12 +244,11 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
             f"{name} is {given[name]}, but nothing reads it; leave it out, or give {switch.name}={switch.example}"
         )
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | {"shape": shapes.BY_SIZE} | given
-    method.check_shape(full["shape"])
     method.check_normalization(full["normalization"])
     (shape,) = resolve.aligned((full["shape"],), align)
-    config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)}).within(
-        dense.run
-    )
+    shape = shapes.resolve(shape, None, dense.geometry.total_params)
+    method.check_shape(shape)
+    config = PruningConfig(**full | {"shape": shape}).within(dense.run)
     selection.target_params(dense.geometry, config.pruning_ratio, config.shape, config.layer_cap)
     about = dense.run.of(config), dense.source, dense.config, dense.tokenizer
     if method.statistics:

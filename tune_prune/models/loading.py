@@ -98,11 +98,13 @@ def pick_device(asked: str) -> str:
 
 
 def stored_as(source: ModelSource, config: PretrainedConfig) -> str:
-    """What weights are stored in: a data type such as bfloat16, as config.json says (float32 where it says none), or what a GGUF
-    file is quantised to, such as Q4_1 or F32."""
+    """What weights are stored in: a data type such as bfloat16, as config.json says or, where it does not, most of the numbers of
+    the files; of a GGUF file what it is quantised to, such as Q4_1 or F32."""
     if source.gguf is not None:
         return source.gguf.quantization
-    return str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+    folder = Path(source.location) if source.kind != "hub" else hub.folder(source.location, source.revision)
+    stated = getattr(config, "dtype", None) or (folder and weight_files.usual_dtype(folder)) or torch.float32
+    return str(stated).removeprefix("torch.")
 
 
 def default_dtype(stored: str, fast: Callable[[], bool]) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -172,9 +174,15 @@ def _unpickled(path: Path) -> dict[str, Any]:
     """What a .bin file holds, as transformers reads it; the tensors of one that torch has written since 2020 stay in the file."""
     whole = zipfile.is_zipfile(path)
     with path.open("rb") as file:
-        if not whole and file.read(2) == b"PK":  # a zip file, whose table is at its end
-            raise EOFError("it ends too early")
-    return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True, mmap=whole))
+        first = file.read(2)
+    if not whole and first == b"PK":  # a zip file, whose table is at its end
+        raise EOFError("it ends too early")
+    if not whole and first[:1] != b"\x80":  # of older pickles
+        raise EOFError("it holds no weights")  # but the page of a failed download, say
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=whole)
+    if not isinstance(found, dict):
+        raise EOFError("it holds no tensors by name")
+    return found
 
 
 def check_pointers(paths: Iterable[Path]) -> None:
@@ -221,6 +229,17 @@ def are_here(folder: Path) -> bool:
     """Whether all weight files are, of whichever kind."""
     found = files(folder) or pickled_files(folder)
     return bool(found) and all(path.is_file() for path in found)
+
+
+def usual_dtype(folder: Path) -> torch.dtype | None:
+    """The data type of most numbers in the weight files of `folder`; None where they are not here. Raises UserError."""
+    counts: Counter[str] = Counter()
+    for path in (files(folder) or pickled_files(folder)) if are_here(folder) else []:
+        for shape, kind in _header(path).values():
+            counts[kind] += math.prod(shape)
+    return next(
+        (dtype for dtype, kind in _DTYPES.items() if counts and kind == max(counts, key=counts.__getitem__)), None
+    )
 
 
 def index_of(whole: Path) -> Path:

@@ -37,6 +37,7 @@ from tune_prune.planning import experiment, memory_bounds, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
+from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.selection import target_params
 from tune_prune.trial.steps import samples_needed
 from tune_prune.tuning.ray_cluster import address
@@ -291,6 +292,9 @@ def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: Mode
         raise UserError(
             f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
+    for method in map(load_method, space.values["method"]):
+        for shape in named.values():
+            method.check_shape(shape)
     embedded, kind = source.kind == "embedded", HYPERPARAMETERS["calibration"].kind
     texts = {
         name: name if name is None else calibration.resolve(name, run.data_dir, embedded)

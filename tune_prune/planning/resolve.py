@@ -21,7 +21,6 @@ from tune_prune.planning import search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
-from tune_prune.pruning.methods import load_method
 from tune_prune.tuning.stopping.kl_filter import FEWEST
 
 
@@ -63,9 +62,6 @@ def space(settings: SearchSettings) -> SearchSpace:
     if "shape" not in loaded.given and shape is None:
         values["shape"] = (shapes.BY_SIZE,)
     values["shape"] = aligned(values["shape"], settings.align)
-    for method in map(load_method, values["method"]):
-        for shape in values["shape"]:
-            method.check_shape(shape)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
     if loaded.combinations > search_space.MAX_POINTS:
         raise UserError(
@@ -243,7 +239,6 @@ def searched_model(
     name = base or run.model
     try:
         source = catalog.resolve(name, revision or run.revision)
-        config = loading.load_config(source)
     except UserError as error:
         if base is not None:
             raise
@@ -252,7 +247,7 @@ def searched_model(
             f"{run.label}, the model that was searched, is not where it was ({cause}); name where it is now with --base"
         ) from error
     check_revision(revision, name, source)
-    return source, config
+    return source, loading.load_config(source)
 
 
 def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
