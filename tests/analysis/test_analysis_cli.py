@@ -154,7 +154,7 @@ def test_the_last_lines_save_what_the_rule_has_chosen(
     best = output / "best_alpha_20" / "best_config.json"
     assert line == f"--config {best} --output alpha-pruned"
     assert (output / "report.html").read_text().count(f"<code>python -m tune_prune.prune {line}</code>") == 1
-    request = from_config(str(best), None)
+    request = from_config(str(best), None, base="tiny-llama")
     assert request.config.name == findings.find(read_study([folder], []), "perplexity").models["alpha"].best["name"]
 
 

@@ -199,14 +199,14 @@ def test_a_mean_over_draws_is_no_measurement_of_one_model(tmp_path: Path) -> Non
     file = tmp_path / "out" / "consolidated_alpha_20" / "global_best_config.json"
     entry = read(file)["models"]["alpha"]
     assert (entry["draws"], entry["acc_mean"]) == (3, pytest.approx(found.models["alpha"].best["acc_mean"]))
-    there = from_config(str(file), None)
+    there = from_config(str(file), None, base="tiny-llama")
     assert there.metrics is not None
     assert there.metrics["acc_mean"] != pytest.approx(entry["acc_mean"])  # the first draw's, which is what is pruned
     alone = tmp_path / "alone" / file.name
     alone.parent.mkdir()
     shutil.copy(file, alone)
-    assert from_config(str(alone), None).metrics is None
+    assert from_config(str(alone), None, base="tiny-llama").metrics is None
     one = json.loads(file.read_text()) | {"models": {"alpha": entry | {"draws": 1}}}
     alone.write_text(json.dumps(one))
-    metrics = from_config(str(alone), None).metrics
+    metrics = from_config(str(alone), None, base="tiny-llama").metrics
     assert metrics is not None and metrics["acc_mean"] == entry["acc_mean"]

@@ -146,7 +146,7 @@ def test_published_results_have_the_sizes_of_the_tasks(tmp_path: Path) -> None:
 def test_a_checkpoint_has_the_errors_of_the_final_table(experiment: Path) -> None:
     findings, store = find(read_study([experiment], [])), FolderStore(experiment)
     write_views(store, Ledger(store).records(), findings)
-    request, found = from_config(str(experiment), "alpha"), findings.models["alpha"]
+    request, found = from_config(str(experiment), "alpha", base="tiny-llama"), findings.models["alpha"]
     for name in ("acc_mean_stderr", "acc_boolq_stderr", "acc_piqa_stderr"):
         assert request.metrics[name] == found.best[name] > 0
         assert request.baseline[name] == found.model.baseline[name] > 0

@@ -254,6 +254,15 @@ def test_unknown_numbers_are_dashes(tmp_path: Path) -> None:
     assert broken == [["Perplexity (lower is better)", "5.00", "inf", "–"]]
 
 
+def test_an_accuracy_of_one_has_its_interval_and_the_card_says_what_brackets_are(tmp_path: Path) -> None:
+    low, high = proportion_confint(240, 240, method="wilson")
+    metrics = {"acc_mean": 1.0, "acc_mean_stderr": (high - low) / 2 / 1.959964}  # as the search's final table has it
+    text = card(tmp_path, metrics=metrics, baseline=None)
+    assert table(text, "Quality")[0][2] == f"1.0000 [{low:.4f}, 1.0000]".replace("0.", ".")
+    assert "± is one standard error; brackets hold Wilson's 95% interval. Measured by" in text
+    assert "brackets" not in card(tmp_path, metrics={"acc_mean": 0.5, "acc_mean_stderr": 0.01}, baseline=None)
+
+
 def test_nothing_measured_is_said_and_nothing_claimed(tmp_path: Path) -> None:
     text = card(tmp_path, metrics=None, baseline=None, source=None, speed=None)
     assert "**not measured**" in text and "python -m tune_prune.evaluate --model FOLDER" in text
@@ -368,9 +377,6 @@ def test_numbers_in_words() -> None:
         "0 B", "131 kB", "12.8 GB", "99.9 MB", "100 MB",
     ]  # fmt: skip
     assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000"
-    low, high = proportion_confint(240, 240, method="wilson")
-    of_search = {"acc": 1.0, "acc_stderr": (high - low) / 2 / 1.959964}  # as the search's final table has it
-    assert accuracy(of_search, "acc") == f"1.0000 [{low:.4f}, 1.0000]".replace("0.", ".")
     assert accuracy({"acc": "nan"}, "acc") == "–"
     assert [format_perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
 

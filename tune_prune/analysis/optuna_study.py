@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.rows import equal_as_one, plain_value
+from tune_prune.analysis.input.rows import compared, plain_value
 from tune_prune.analysis.input.study import Model, Study, tasks_of
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
@@ -117,7 +117,8 @@ def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, object
     study.set_user_attr("dense", {name: _json(value) for name, value in model.baseline.items()})
     study.set_user_attr("origins", [str(origin) for origin in model.origins])
     distributions = _distributions(model.rows)
-    rows = model.rows.assign(acc_mean=equal_as_one(model.rows["acc_mean"])).to_dict("records")
+    accuracy = model.rows["acc_mean"]  # equal ones are one value, the highest of them
+    rows = model.rows.assign(acc_mean=accuracy.groupby(compared(accuracy)).transform("max")).to_dict("records")
     for row in progress.over(rows, f"study {label}", "trials"):
         study.add_trial(_trial(row, distributions, objective))
     return len(rows)

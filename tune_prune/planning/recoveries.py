@@ -65,7 +65,9 @@ def choose(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list
     for found in findings.models.values():
         tied = found.eligible[found.eligible["in_confidence_set"]]
         by = GOLD if GOLD in tied and tied[GOLD].notna().all() else "acc_mean"
-        best = tied.sort_values(by, ascending=False, kind="stable").head(plan.settings.recover)
+        # By accuracy they are in that order already.
+        ordered = tied.sort_values(GOLD, ascending=False, kind="stable") if by == GOLD else tied
+        best = ordered.head(plan.settings.recover)
         chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(tied), by))
         for model in plan.models:
             by_key = {key: config for config, key in model.trials}

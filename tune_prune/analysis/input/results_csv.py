@@ -92,8 +92,8 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     else:
         _check_means(rows, note)
     ended = rows["status"] == "complete" if "status" in rows else rows["acc_mean"].notna()
-    if "reason" not in rows:
-        rows["reason"] = [None if known else "it has no acc_mean" for known in rows["success"].notna() | ended]
+    if not {"status", "reason"} & set(rows):
+        rows["reason"] = np.where(rows["success"].isna() & ~ended, "it has no acc_mean", "")
     rows["success"] = rows["success"].where(rows["success"].notna(), ended)
     _name_model(path, rows, model)
     if assumed := _name_methods(path, rows):

@@ -136,14 +136,14 @@ def calibration_tokens(rows: pd.DataFrame) -> pd.Series:
 
 
 def best_first(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows by selection rule "accuracy" (`ranked`), equal accuracies as one number (`equal_as_one`)."""
-    rows = rows.assign(acc_mean=equal_as_one(rows["acc_mean"]))
-    return rows.sort_values(["acc_mean", "ppl", "tokens", "name"], ascending=[False, True, True, True])
+    """The rows by selection rule "accuracy" (`ranked`)."""
+    keys = pd.DataFrame({"accuracy": compared(rows["acc_mean"])}).join(rows[["ppl", "tokens", "name"]])
+    return rows.loc[keys.sort_values(list(keys), ascending=[False, True, True, True]).index]
 
 
-def equal_as_one(accuracies: pd.Series) -> pd.Series:
-    """The same with one number, the highest, for those that are equal and were only rounded otherwise (`measures.comparable`)."""
-    return accuracies.groupby(accuracies.round(ACCURACY_DIGITS)).transform("max")
+def compared(accuracies: pd.Series) -> pd.Series:
+    """What accuracies are ordered by and told apart by: equal ones are equal here (`measures.comparable`)."""
+    return accuracies.astype("float64").round(ACCURACY_DIGITS)
 
 
 def config_of(row: Mapping[str, Any]) -> PruningConfig:

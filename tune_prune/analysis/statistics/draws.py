@@ -26,6 +26,7 @@ from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import INTEGERS, best_first, configuration_of
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.measures import ACCURACY_DIGITS
 
 SEED = "seed"  # the hyperparameter whose values are draws
 FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases
@@ -221,9 +222,8 @@ def interaction(by_task: Mapping[str, np.ndarray]) -> dict[str, float]:
 def pooled(parts: Sequence[tuple[np.ndarray, float]]) -> DrawVariance:
     """Of configurations with several draws each: what they scored [draws], and the interaction of one of them."""
     freedoms = np.array([len(scores) - 1 for scores, _ in parts])
-    squares = np.array(
-        [scores.var(ddof=1) if np.ptp(scores) else 0.0 for scores, _ in parts]
-    )  # equal ones: no rounding
+    equal = 10.0**-ACCURACY_DIGITS  # how sums were rounded is no spread
+    squares = np.array([scores.var(ddof=1) if np.ptp(scores) > equal else 0.0 for scores, _ in parts])
     interactions = np.array([own for _, own in parts])
     return DrawVariance(
         float(np.average(squares, weights=freedoms)),

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.measures import GOLD, TEXTS, SliceMeans
+from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.statistics.draws import SEED
 from tune_prune.core.values.measures import ACCURACY_DIGITS
 
@@ -51,7 +52,7 @@ def fidelities(trials: pd.DataFrame, slices: Callable[[str], SliceMeans | None])
         trials = trials[draw == draw.value_counts(sort=False).sort_index().idxmax()]
     if len(trials) < FEWEST:
         return ()
-    accuracy = _numbers(trials["acc_mean"])
+    accuracy = _numbers(compared(trials["acc_mean"]))
 
     def rung(measure: str, values: np.ndarray, seconds: float, items: float = math.nan) -> Fidelity | None:
         known = ~np.isnan(values)

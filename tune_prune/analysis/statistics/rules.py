@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.statistics.differences import Difference
 from tune_prune.core.values.measures import ACCURACY_DIGITS, MEASURES
 
@@ -50,6 +51,8 @@ def score(rows: pd.DataFrame, rule: str) -> np.ndarray:
     columns = score_columns(rows, rule)
     values = [_numbers(rows[name]) for name in columns] or [np.full(len(rows), np.nan)]
     found = MEASURES[rule][0] * np.mean(values, axis=0)
+    if rule == "accuracy":
+        found = found.round(ACCURACY_DIGITS)  # equal ones are equal
     return np.where(np.isfinite(found), found, np.nan)
 
 
@@ -65,7 +68,7 @@ def one_standard_error(rows: pd.DataFrame) -> list[str]:
     the more accurate. Where no standard error is known only the most accurate itself is within it.
     """
     gaps, errors = -_numbers(rows["difference_points"]), _numbers(rows["difference_stderr_points"])
-    within = (gaps <= errors) | (gaps <= 0)
+    within = (gaps <= errors) | (gaps <= _ROUNDING)
     return [str(rows["name"].iloc[cheapest_within(within, _numbers(rows["acc_mean"]), cost_order(rows))])]
 
 
@@ -87,7 +90,7 @@ def pareto(rows: pd.DataFrame) -> list[str]:
     infinite value is the worst of its column. Sizes that differ by at most 0.1% are the same, as one budget leaves them.
     """
     names = ["ppl", *(name for name in rows.columns if "latency" in name and not name.endswith("_stderr"))]
-    columns = [-_numbers(rows["acc_mean"]), *(_numbers(rows[name]) for name in names)]
+    columns = [-_numbers(compared(rows["acc_mean"])), *(_numbers(rows[name]) for name in names)]
     measured = [np.where(np.isfinite(values), values, np.inf) for values in columns if np.isfinite(values).any()]
     costs = np.column_stack(measured)  # lower is better
     size = np.nan_to_num(_numbers(rows["params_count"]), nan=np.inf)

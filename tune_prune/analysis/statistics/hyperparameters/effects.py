@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import CALIBRATION, equal_as_one
+from tune_prune.analysis.input.rows import CALIBRATION, compared
 from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, levels_of, varied
 from tune_prune.core.values.measures import ACCURACY_DIGITS
 
@@ -72,12 +72,12 @@ def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
     Index: method; columns: n, mean, std (n - 1; NaN for one row), std_n (divides by n, as the published tables), min,
     median, max, best (name of the configuration).
     """
-    ordered = eligible.sort_values("acc_mean", ascending=False, kind="stable")  # of equal ones the first: as ranked
+    # Of equal ones the first: as ranked
+    ordered = eligible.sort_values("acc_mean", ascending=False, kind="stable", key=compared)
     groups = ordered.groupby("method")
     moments = {"mean": pd.Series.mean, "std": pd.Series.std, "std_n": partial(pd.Series.std, ddof=0)}
     table = groups["acc_mean"].agg(n="count", **moments, min="min", median="median", max="max")
-    table["mean"] = equal_as_one(table["mean"])
-    return table.assign(best=groups["name"].first()).sort_values("mean", ascending=False, kind="stable")
+    return table.assign(best=groups["name"].first()).sort_values("mean", ascending=False, kind="stable", key=compared)
 
 
 def level_table(eligible: pd.DataFrame, factor: str) -> pd.DataFrame:
@@ -110,7 +110,7 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
     variance = np.diag(covariance)
     stderr = np.sqrt(np.maximum(variance[:, None] + variance[None, :] - 2 * covariance, 0))
     highest, lowest = int(np.argmax(means.round(ACCURACY_DIGITS))), int(np.argmin(means.round(ACCURACY_DIGITS)))
-    acc, spearman, spearman_p = eligible["acc_mean"], math.nan, math.nan
+    acc, spearman, spearman_p = compared(eligible["acc_mean"]), math.nan, math.nan
     if acc.nunique() > 1 and len(acc) > 2:
         spearman, spearman_p = map(float, spearmanr(eligible[factor].to_numpy("float64"), acc.to_numpy("float64")))
     direction = _direction(means, stderr, p)
@@ -233,7 +233,7 @@ def _ped_anova(eligible: pd.DataFrame) -> dict[str, float]:
     """Optuna's importance of the factors that vary, as the search sees them: levels in order, texts as categories."""
     factors = varied(eligible)
     rows = eligible.sort_values(list(factors))  # the order of the trials must not matter
-    if len(rows) < _MIN_TRIALS or rows["acc_mean"].nunique() < 2 or len(factors) < 2:
+    if len(rows) < _MIN_TRIALS or compared(rows["acc_mean"]).nunique() < 2 or len(factors) < 2:
         return {}
     try:
         import optuna
@@ -252,7 +252,7 @@ def _ped_anova(eligible: pd.DataFrame) -> dict[str, float]:
         study = optuna.create_study(direction="maximize")
     finally:
         optuna.logging.set_verbosity(verbosity)
-    for value, params in zip(rows["acc_mean"], levels.to_dict("records"), strict=True):
+    for value, params in zip(compared(rows["acc_mean"]), levels.to_dict("records"), strict=True):
         study.add_trial(optuna.trial.create_trial(value=value, params=params, distributions=distributions))
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_TARGET_QUANTILE)
     shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
@@ -307,7 +307,7 @@ def _is_constant(values: pd.Series) -> bool:
 def _kendall(data: pd.DataFrame) -> float:
     from scipy.stats import kendalltau
 
-    return float(kendalltau(data["value"].to_numpy(), data["acc"].to_numpy()).statistic)
+    return float(kendalltau(data["value"].to_numpy(), compared(data["acc"]).to_numpy()).statistic)
 
 
 def _pearson(data: pd.DataFrame) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import equal_as_one
+from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.statistics.comparison import Comparison
 from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading, varied
 from tune_prune.core.values.measures import comparable
@@ -37,9 +37,8 @@ def method_pairs(
     accuracy = eligible["acc_mean"].to_numpy(np.float64)
     own = np.sqrt(comparison.variances - comparison.draw_variances)
     reads = {factor: methods_reading(trials, factor) for factor in varied(trials) if factor != "method"}
-    order = (
-        equal_as_one(eligible.groupby("method")["acc_mean"].mean()).sort_values(ascending=False, kind="stable").index
-    )
+    means = compared(eligible.groupby("method")["acc_mean"].mean())
+    order = means.sort_values(ascending=False, kind="stable").index
     rows = eligible.reset_index(drop=True)
     found, matches, weights = [], [], []
     for names in itertools.combinations(order, 2):
