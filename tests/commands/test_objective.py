@@ -60,9 +60,9 @@ def test_the_report_of_a_search_is_that_of_its_folder(tmp_path: Path) -> None:
     folders = []
     for name, results in (("now", found), ("later", tune_prune.load_results(tmp_path / "r"))):
         results.report(tmp_path / name)
-        folders.append(
-            {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*.*") if file.suffix != ".pdf"}
-        )
+        files = [file for file in (tmp_path / name).rglob("*.*") if file.suffix != ".pdf"]
+        own = str(tmp_path / name).encode()  # in the commands that keep a model
+        folders.append({file.name: file.read_bytes().replace(own, b"results") for file in files})
     assert folders[0] == folders[1]
     text = folders[0]["paragraphs.md"].decode()
     assert "tune_prune" in text and "Ray" not in text

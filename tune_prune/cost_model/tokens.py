@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows
-from tune_prune.evaluation.suite import Item, ZeroShotSuite
+
+if TYPE_CHECKING:  # imports pyarrow, which what plans for a GPU is measured without
+    from tune_prune.evaluation.suite import Item, ZeroShotSuite
 
 SAMPLED_ITEMS = 64  # per task, spread over its items
 
