@@ -19,8 +19,8 @@ from tests.residencies import CASES, WAYS, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
-from tune_prune.planning import resolve
 from tune_prune.planning.plan import SearchSettings
+from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.passes import batches
@@ -160,7 +160,7 @@ def test_a_shape_that_keeps_the_same_of_every_layer_is_refused(tmp_path: Path):
         "search: grid\nmethod: [magnitude, block_influence]\nseq_len: 16\nnum_samples: 4\nshape: [free, uniform]\n"
     )
     with pytest.raises(UserError) as error:
-        resolve.space(SearchSettings(models=("tiny-llama",), search_space=str(space)))
+        make_plan(SearchSettings(models=("tiny-llama",), search_space=str(space)))
     assert str(error.value) == sentence
 
 
