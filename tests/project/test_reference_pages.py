@@ -29,7 +29,8 @@ def hyperparameter_row(row: Hyperparameter) -> str:
     default = "required" if row.required else f"that of `{row.flag}`" if row.of_run else f"`{row.default}`"
     if row.name == "shape":
         default = RUN_DEFAULTS["shape"]
-    return f"| `{row.name}` | {row.kind} | {default} | `{row.example}` | {row.help} |"
+    text = re.sub(r" {2,}", ": ", row.help).replace("\n", "; ")  # of a value a line
+    return f"| `{row.name}` | {row.kind} | {default} | `{row.example}` | {text} |"
 
 
 def use_row(row: Hyperparameter) -> str:
