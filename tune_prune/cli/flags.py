@@ -37,8 +37,8 @@ RUN_DEFAULTS = {
     "calibration": "embedded for toy models, else the text of --data-dir, else wikitext2",
 }
 CALIBRATION_HELP = (
-    "sample text, best of the kind that the model is for\n\nembedded, wikitext2, c4 or a text file, or several with + between them, "
-    f"in equal parts (default: {RUN_DEFAULTS['calibration']})"
+    "sample text, best of the kind that the model is for\n\nembedded, wikitext2, c4 or a text file, or several with + between "
+    f"them, in equal parts (default: {RUN_DEFAULTS['calibration']})"
 )
 
 
@@ -73,8 +73,8 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         "--perplexity-window",
         type=whole_number(2, 10**6),
         metavar="TOKENS",
-        help="tokens of each window of the perplexity text, at most what the model takes (default: 2048; for a toy model 128, as it "
-        "was trained; for a pruned checkpoint as recorded)",
+        help="tokens of each window of the perplexity text, at most what the model takes (default: 2048; for a toy model 128, as "
+        "it was trained; for a pruned checkpoint as recorded)",
     )
     group.add_argument(
         "--perplexity-tokens",
@@ -105,8 +105,8 @@ def add_memory_flag(group: argparse._ActionsContainer, of: str) -> None:
         "--memory",
         type=memory,
         metavar="SIZE",
-        help=f"most memory for {of}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: slower, with "
-        "the same numbers.",
+        help=f"most memory for {of}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: "
+        "slower, with the same numbers.",
     )
 
 

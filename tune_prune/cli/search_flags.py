@@ -84,12 +84,13 @@ def parser() -> Parser:
     flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free, from 1B aligned")
     what.add_argument(
         "--seeds", type=_seeds, metavar="A,B",
-        help="run every configuration once with each of these values of --seed, e.g. 0,1,2, and report the mean: how much does luck "
-        "matter? (default: as the space says, else --seed alone)",
+        help="run every configuration once with each of these values of --seed, e.g. 0,1,2, and report the mean: how much does "
+        "luck matter? (default: as the space says, else --seed alone)",
     )  # fmt: skip
     what.add_argument(
         "--draws", type=flags.whole_number(2, 100), metavar="N",
-        help="repeat what could still be the best, up to N runs with other sample text\n\n(default: one run; less work than --seeds)",
+        help="repeat what could still be the best, up to N runs with other sample text\n\n(default: one run; less work than "
+        "--seeds)",
     )  # fmt: skip
     what.add_argument(
         "--draws-by", choices=("accuracy", "gold_logprob", "kl"), default="accuracy", metavar="SCORE",
@@ -100,8 +101,8 @@ def parser() -> Parser:
     )  # fmt: skip
     what.add_argument(
         "--recover", type=flags.whole_number(1, 1000), metavar="N",
-        help="at the end, train the N best briefly to imitate the original; try 2\n\nUp to N of each model and pruning ratio that could "
-        "still be the best: docs/methods.md, Recovery (default: as the space says)",
+        help="at the end, train the N best briefly to imitate the original; try 2\n\nUp to N of each model and pruning ratio that "
+        "could still be the best: docs/methods.md, Recovery (default: as the space says)",
     )  # fmt: skip
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument("--calibration", type=flags.text, metavar="TEXT", help=flags.CALIBRATION_HELP)
@@ -128,8 +129,8 @@ def parser() -> Parser:
     flags.add_memory_flag(how, "a trial")
     how.add_argument(
         "--gpus-per-trial", default="auto", metavar="X",
-        help="0.25: four trials share a GPU; 2: one is spread over two (default: auto)\n\nauto goes by the memory that a trial needs, 0 "
-        "uses none.",
+        help="0.25: four trials share a GPU; 2: one is spread over two (default: auto)\n\nauto goes by the memory that a trial "
+        "needs, 0 uses none.",
     )  # fmt: skip
     how.add_argument(
         "--cpus-per-trial", default="auto", metavar="X",
@@ -137,8 +138,8 @@ def parser() -> Parser:
     )  # fmt: skip
     how.add_argument(
         "--trial-timeout", type=flags.seconds, metavar="SECONDS",
-        help="end a trial that takes longer, and record it as failed (hung); what prepares the trials is tried once more (default: no "
-        "limit)",
+        help="end a trial that takes longer, and record it as failed (hung); what prepares the trials is tried once more (default: "
+        "no limit)",
     )  # fmt: skip
     how.add_argument("--inline", action="store_true", help="one trial after the other, without Ray; the same results")
     how.add_argument(
@@ -162,20 +163,20 @@ def parser() -> Parser:
     )
     how.add_argument(
         "--gpu", type=_card, metavar="KIND",
-        help="with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB\n\n(docs/costs.md has the kinds; default: what is "
-        "here)",
+        help="with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB\n\n(docs/costs.md has the kinds; default: "
+        "what is here)",
     )  # fmt: skip
     seen = p.add_argument_group("how it is followed")
     seen.add_argument(
         "--status", type=flags.text, metavar="NAME",
-        help="how far the search of that name is; reads only, at any time\n\nNAME may be a path; from any machine that sees the storage: "
-        "trials done, running and failed, the best so far, time left, GPU-hours.",
+        help="how far the search of that name is; reads only, at any time\n\nNAME may be a path; from any machine that sees the "
+        "storage: trials done, running and failed, the best so far, time left, GPU-hours.",
     )  # fmt: skip
     seen.add_argument("--json", action="store_true", help="with --status: one JSON object instead of text")
     seen.add_argument(
         "--log-json", action="store_true",
-        help="write one JSON object a line to standard output (docs/watching.md): start, plan, stages, ends of trials; text goes to "
-        "standard error",
+        help="write one JSON object a line to standard output (docs/watching.md): start, plan, stages, ends of trials; text goes "
+        "to standard error",
     )  # fmt: skip
     seen.add_argument(
         "--track", type=_trackers, action="extend", metavar="NAME",

@@ -86,7 +86,8 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
-            "layerwise and blockwise only: their slow step takes num_samples // removal_divisor pieces", "statistics", 5, "d", always_in_key=True,
+            "layerwise and blockwise only: their slow step takes num_samples // removal_divisor pieces",
+            "statistics", 5, "d", always_in_key=True,
         ),
         Hyperparameter(
             "shape", "Shape", ShapeName(), "aligned",
@@ -144,7 +145,8 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_power", "Removal power", Share(10.0), "0.5",
-            "layerwise and blockwise only: power of the removal losses' logarithm by which they multiply", "statistics", 1.0, "p", later=True,
+            "layerwise and blockwise only: power of the removal losses' logarithm by which they multiply",
+            "statistics", 1.0, "p", later=True,
         ),
         Hyperparameter(
             "normalization", "Normalization", Choice(NORMALIZATIONS), "kind",
