@@ -18,7 +18,7 @@ from tune_prune.pruning.methods import load_method, method_names
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
+    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
 ]
 ROOMS = ("tune_prune", "scripts", "tests")
 MADE = ("rootlayer.py", "rest.py")  # by the reader of a recipe
