@@ -1,7 +1,7 @@
 """How much of what pruning loses a configuration regains beside another one: of searches that measured all of them on the same
 items, texts and draws.
 
-    python -m tune_prune.search --model smollm2 --search-space quality.yaml --name quality --limit 100 ...
+    tune-prune search --model smollm2 --search-space quality.yaml --name quality --limit 100 ...
     python scripts/quality_table.py ray_results/quality --reference taylor-s128-n128
 
 What is lost is the KL to the dense model, on the perplexity text and on questions with their right answers, and the log-probability
@@ -30,6 +30,7 @@ from making_seconds import making_seconds
 
 from tune_prune import load_results
 from tune_prune.analysis.input.measures import GOLD, dense_folder, gold_logprobs, kl_blocks
+from tune_prune.analysis.statistics.draws import mean_of_draws
 from tune_prune.cli.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
@@ -120,7 +121,7 @@ def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
                     f"{name} was measured on other texts than {reference}; search again with equal settings"
                 )
             row = {"model": label, "configuration": name, "draws": len(draws)}
-            row |= {"ppl": chosen["ppl"].mean(), "accuracy": chosen["acc_mean"].mean()}
+            row |= {"ppl": mean_of_draws(chosen["ppl"]), "accuracy": chosen["acc_mean"].mean()}
             taken = float(chosen["seconds"].median())  # of those that are known
             row["seconds"] = None if math.isnan(taken) else taken
             for measure in found.values:
@@ -164,7 +165,7 @@ def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
         "configuration",
         "draws",
         *(f"{label} | regained" for label in MEASURES.values()),
-        "ppl",
+        "perplexity",
         "accuracy",
         *["seconds"] * seconds,
     ]

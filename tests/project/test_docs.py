@@ -21,7 +21,7 @@ from tune_prune.planning import search_space
 DOCUMENTS = (
     "README.md",
     "ray_results/README.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 
 

@@ -1,4 +1,4 @@
-"""The study of SmolLM2-135M: every number of its page, and of what README says of it, is computed from the committed CSV files.
+"""The study of SmolLM2-135M: every number of its page is computed from the committed CSV files (README's: test_front_chart.py).
 
 Tables are held by the names of their columns. Sentences are held by `claims`: each is a piece of text made from the files that must
 stand on the page, and what remains of the page without tables, claims and the protocol (PROTOCOL) has no digit.
@@ -222,31 +222,21 @@ def facts(text: str) -> str:
     return text.split("\n## Go on")[0]
 
 
-def of_readme() -> str:
-    """What README says of the study."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text[text.index("**A real model.**") : text.index("\n## Set up")]
+PAGE = facts((STUDY / "README.md").read_text(encoding="utf-8"))
 
 
-PAGES = {"study": facts((STUDY / "README.md").read_text(encoding="utf-8")), "README": of_readme()}
-
-
-@pytest.mark.parametrize(("page", "cells"), [("study", 100), ("README", 20)])
-def test_every_cell_of_a_table_is_that_of_the_files(page: str, cells: int) -> None:
-    assert check_tables(PAGES[page]) >= cells
+def test_every_cell_of_a_table_is_that_of_the_files() -> None:
+    assert check_tables(PAGE) >= 100
 
 
 def test_every_number_of_a_sentence_is_computed() -> None:
-    made = claims()
-    for page, text in PAGES.items():
-        left = sentences(text)
-        for name, claim in made.items():
-            if page == "study":
-                assert claim in left, name
-            left = left.replace(claim, "")
-        for name in (*PROTOCOL, *GRID, RANDOM):
-            left = left.replace(name, "")
-        assert re.findall(r"[^ ]*\d.*?(?= |$)", left) == [], page
+    left = sentences(PAGE)
+    for name, claim in claims().items():
+        assert claim in left, name
+        left = left.replace(claim, "")
+    for name in (*PROTOCOL, *GRID, RANDOM):
+        left = left.replace(name, "")
+    assert re.findall(r"[^ ]*\d.*?(?= |$)", left) == []
 
 
 def test_the_report_is_of_these_trials() -> None:
@@ -258,7 +248,7 @@ def test_the_report_is_of_these_trials() -> None:
 
 
 def test_a_digit_that_is_changed_is_found() -> None:
-    text = PAGES["study"]
+    text = PAGE
     (head, rows), *_ = tables(text)
     shown = rows[1][head.index("KL, text")]
     with pytest.raises(AssertionError, match="of three draws"):
