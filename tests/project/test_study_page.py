@@ -159,11 +159,7 @@ def claims() -> dict[str, str]:
     ppl = [float(row["ppl"]) for row in GRID.values()]
     few = ("taylor", "layerwise")
     best, other, second, of = "layerwise-s32-n256", "layerwise-s16-n128", "taylor-s256-n128", "contenders"
-    lost = [gap(best, "dense", "gold_logprob", "ratios", ratio, -1) for ratio in (0.1, 0.2, 0.3)]
-    text = [gap(best, "dense", "kl_text", "ratios", ratio) for ratio in (0.1, 0.2, 0.3)]
     return {
-        "ratio": f"{lost[0]} nats at 10%, {lost[1]} at 20% and {lost[2]} at 30%",
-        "ratio kl": f"{text[0]}, {text[1]} and {text[2]}",
         "size": f"({DENSE['params_count'] / 1e6:.1f}M parameters",
         "grid": f"all {len(GRID)} configurations",
         "drawn": f"{len(drawn)} contenders and random removal on three draws",
