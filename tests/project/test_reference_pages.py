@@ -17,7 +17,7 @@ from tune_prune.pruning.methods import load_method, method_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
 ]
 ROOMS = ("tune_prune", "scripts", "tests")
