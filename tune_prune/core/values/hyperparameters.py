@@ -70,15 +70,15 @@ HYPERPARAMETERS = {
     row.name: row
     for row in (
         Hyperparameter(
-            "method", "Method", MethodName(), "blockwise", "how KV groups and MLP channels are scored", "scores", required=True
+            "method", "Method", MethodName(), "blockwise", "the score by which parts are removed", "scores", required=True
         ),
         Hyperparameter(
             "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
-            "tokens per calibration sample", "statistics", name_prefix="s", older="taylor_seq_len", required=True,
+            "tokens of a piece of sample text", "statistics", name_prefix="s", older="taylor_seq_len", required=True,
         ),
         Hyperparameter(
             "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
-            "number of calibration samples", "statistics", name_prefix="n", older="taylor_num_samples", required=True,
+            "pieces of sample text", "statistics", name_prefix="n", older="taylor_num_samples", required=True,
         ),
         Hyperparameter(
             "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
@@ -86,45 +86,45 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
-            "removal losses use the first num_samples // removal_divisor samples", "statistics", 5, "d", always_in_key=True,
+            "layerwise and blockwise only: losses without a block use the first num_samples // removal_divisor samples", "statistics", 5, "d", always_in_key=True,
         ),
         Hyperparameter(
             "shape", "Shape", ShapeName(), "aligned",
-            "widths of the pruned layers: free, any; aligned, MLP widths in multiples of --align (or aligned-N) and a KV group in "
-            "every layer; uniform, the same in every layer (from 1B parameters on in multiples of 256), which makes a plain "
-            "checkpoint of the family", "selection", "free",
+            "where the model will run. free: any widths, often slower on GPUs; aligned: MLP widths in multiples of --align (or "
+            "aligned-N), fast on GPUs, quantises well; uniform: the same widths in every layer (from 1B parameters on in multiples "
+            "of 256), loads wherever the family does", "selection", "free",
         ),
         Hyperparameter(
             "seed", "Seed", Whole(0, 2**32 - 1), "1",
-            "seed of the draw of calibration samples and of random scores", "statistics", name_prefix="r",
+            "which samples of the text are drawn; of random, its scores", "statistics", name_prefix="r",
         ),
         Hyperparameter(
             "calibration", "Calibration text", TextNames(), "wikitext2+c4",
-            "text that methods are calibrated on, or several with a plus sign between them, in equal parts", "statistics",
+            "sample text, or several with a plus sign between them, in equal parts", "statistics",
             name_prefix="c",
         ),
         Hyperparameter(
             "compensation", "Compensation", Choice(("none", "least_squares")), "least_squares",
-            "what makes up for the groups that were removed: none; least_squares, the last projections of cut blocks are refitted",
+            "repair after the cut. none; least_squares: adjust the remaining weights, at the cost of one run of sample text",
             "recipe", "none",
         ),
         Hyperparameter(
             "damping", "Damping", Share(100.0), "0.1",
-            "how strongly a refit keeps to the old weights, in parts of the inputs' mean energy", "recipe", 0.1, "l",
+            "repair: how strongly it keeps to the old weights, in parts of the inputs' mean energy", "recipe", 0.1, "l",
             of="compensation",
         ),
         Hyperparameter(
             "refit_tokens", "Refit tokens", Whole(1024, 100_000_000), "16384",
-            "calibration tokens of a refit", "recipe", 16_384, "t", of="compensation",
+            "repair: tokens of sample text", "recipe", 16_384, "t", of="compensation",
         ),
         Hyperparameter(
             "recovery", "Recovery", Choice(("none", "lora")), "lora",
-            "training of what is left: none; lora, low-rank adapters are trained towards the dense model's predictions and merged",
+            "short training after the cut. none; lora: adapters learn to imitate the original model, and are merged",
             "recipe", "none",
         ),
         Hyperparameter(
             "recovery_steps", "Recovery steps", Whole(1, 1_000_000), "100",
-            "steps of the training, each on 4 calibration samples of 128 tokens", "recipe", 100, "i", of="recovery",
+            "steps of the training, each on 4 pieces of 128 tokens", "recipe", 100, "i", of="recovery",
         ),
         Hyperparameter(
             "recovery_rate", "Recovery rate", Share(1.0), "0.001",
@@ -136,21 +136,21 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "steps", "Steps", Whole(1, 100), "4",
-            "steps in which the groups are removed, with statistics of the pruned model taken again before each but the first",
+            "cut in so many steps, scoring the smaller model again before each",
             "statistics", 1, "k", later=True,
         ),
         Hyperparameter(
             "removal_power", "Removal power", Share(10.0), "0.5",
-            "power of the removal losses' logarithm that layerwise and blockwise multiply by", "statistics", 1.0, "p", later=True,
+            "layerwise and blockwise only: power of the factor for a whole block; near 0 they are taylor", "statistics", 1.0, "p", later=True,
         ),
         Hyperparameter(
             "normalization", "Normalization", Choice(NORMALIZATIONS), "kind",
-            "what scores are divided by before the groups of all layers are sorted: none; kind, the root mean square of KV groups' "
-            "and of MLP channels' scores; layer, that of the layer's", "selection", "none", "by_", later=True,
+            "what scores are divided by before all layers are compared. none; kind: the root mean square of all KV groups' and of "
+            "all MLP channels' scores; layer: the same within each layer", "selection", "none", "by_", later=True,
         ),
         Hyperparameter(
             "layer_cap", "Layer cap", Share(1.0), "0.5",
-            "the largest part of a layer's KV groups, and of its MLP channels, that is removed", "selection", 1.0, "x", later=True,
+            "the largest part of a layer's KV groups, and of its MLP channels, that may go", "selection", 1.0, "x", later=True,
         ),
     )
 }  # fmt: skip
