@@ -347,7 +347,7 @@ def test_the_page_has_the_other_ratios_and_both_spaces_at_equal_cost() -> None:
 
 
 def test_the_methods_page_has_what_sharing_among_layers_changed() -> None:
-    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    page = (STUDIES / "methods.md").read_text(encoding="utf-8")
     rows = json.loads((STUDIES / "embedded" / "allocation.json").read_text(encoding="utf-8"))
     measured = {(row["model"], row["configuration"]): row for row in rows}
     names = {"removal_power: ": "p", "layer_cap: ": "x", "normalization: ": "by_"}
