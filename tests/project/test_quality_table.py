@@ -12,6 +12,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from making_seconds import MakingSeconds
 from quality_table import MEASURES, Losses, main, markdown, regained
@@ -409,3 +410,19 @@ def test_the_page_says_what_wider_adapters_and_more_steps_gave() -> None:
                 for rank in (2, 8, 32)
             }
             assert best == ({"0.003"} if scale == "16 / rank" else {"0.01", "0.003", "0.001"})
+
+
+def test_the_page_has_what_aligned_widths_changed() -> None:
+    section = SMOLLM2.partition("### In the aligned shape")[2].partition("\n### ")[0]
+    changes = ("kl_text", "kl_tasks", "gold_logprob_mean", "acc_mean")
+    trials = pd.read_csv(STUDIES / "embedded" / "shapes.csv")
+    for model, of_model in trials.groupby("model"):
+        by_shape = of_model.set_index(["shape", "method", "seed"]).drop(columns="model").sort_index()
+        for shape in ("aligned-4", "aligned-8"):
+            change = (by_shape.loc[shape] - by_shape.loc["free"]).groupby("seed").mean()
+            assert len(change) == 3
+            mean, error = change.mean(), change.std() / math.sqrt(3)
+            cells = [f"{mean[name]:+.3f} ± {error[name]:.3f}" for name in changes[:3]]
+            cells += [f"{100 * mean.acc_mean:+.2f} ± {100 * error.acc_mean:.2f}"]
+            removed = by_shape.loc[shape, "removed_fraction"].mean()
+            assert f"| {model} | `{shape}` | {' | '.join(cells)} | {removed:.2%} |" in section

@@ -1,15 +1,12 @@
-"""What the README says is there, is there: models, methods, search spaces, commands and files."""
+"""What README and the pages behind it list is there, and is all: models, methods, search spaces, commands, files."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tune_prune.cli.search_flags import parser
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
 from tune_prune.planning import search_space
@@ -19,50 +16,45 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def table(header: str) -> list[list[str]]:
-    """The cells of the table whose first column is called `header`."""
-    rows = re.search(rf"^\| {header} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", README, re.MULTILINE)
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def table(name: str, header: str) -> list[list[str]]:
+    """The cells of the page's table whose first column is called `header`."""
+    rows = re.search(rf"^\| {header} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page(name), re.MULTILINE)
     assert rows, f"no table of {header}"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.group(1).splitlines()]
 
 
 def test_the_models_are_those_of_the_catalog() -> None:
-    rows = table("alias")
+    rows = table("models", "alias")
     named = [alias for row in rows for alias in re.findall(r"`(.+?)`", row[0])]
     assert sorted(named) == sorted(aliases())
     for row in rows:
         for alias in re.findall(r"`(.+?)`", row[0]):
             assert alias not in HUB_ALIASES or HUB_ALIASES[alias].rpartition("/")[2] in row[1]
             assert set(row[2].split(", ")) <= set(FAMILIES)
-    families = re.search(r"Any other model of the families (.*) works", README)
+    families = re.search(r"Any other model of the families (.*) works", page("models"))
     assert families
     assert set(re.split(r", | and ", families.group(1))) == set(FAMILIES)
 
 
 def test_the_methods_are_those_of_the_code_with_their_papers() -> None:
-    rows = {row[0].strip("`"): row for row in table("method")}
+    rows = {row[0].strip("`"): row for row in table("methods", "method")}
     assert sorted(rows) == sorted(method_names())
     for name, row in rows.items():
         (file,) = (ROOT / "tune_prune" / "pruning" / "methods").rglob(f"{load_method(name).name}.py")
         for paper in re.findall(r"arxiv\.org/abs/(\d+\.\d+)", row[2]):
-            assert paper in file.read_text() + (ROOT / "docs" / "methods.md").read_text(), paper
+            assert paper in file.read_text() + page("methods").partition("\n## Words and notation")[2], paper
 
 
 def test_the_search_spaces_are_those_that_are_shipped() -> None:
-    rows = {re.search(r"`(.+?)`", row[0]).group(1): row[1] for row in table("search space")}  # type: ignore[union-attr]
+    rows = {re.search(r"`(.+?)`", row[0]).group(1): row[1] for row in table("search_spaces", "search space")}  # type: ignore[union-attr]
     assert sorted(rows) == sorted(search_space.names())
     for name, text in rows.items():
         size = search_space.load(name).size
         assert str(size) in text or (name, text) == ("minimal", "3 methods with 4 samples")
-
-
-def test_every_hyperparameter_is_named() -> None:
-    assert [name for name in HYPERPARAMETERS if f"`{name}`" not in README] == []
-
-
-def test_every_benchmark_named_is_there() -> None:
-    named = set(re.findall(r"scripts/(bench_\w+\.py)", README))
-    assert named <= {path.name for path in (ROOT / "scripts").glob("bench_*.py")}  # docs/studies/costs.md names all
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)", README))))
@@ -70,10 +62,8 @@ def test_links_lead_somewhere(target: str) -> None:
     assert (ROOT / target).exists()
 
 
-def test_the_ways_to_search_can_be_run_one_after_the_other() -> None:
-    """Adaptive searches of one experiment have one objective."""
-    objectives: dict[object, str] = {}
-    for line in re.findall(r"^    python -m tune_prune\.search (--model .+?)(?: +#|$)", README, re.MULTILINE):
-        found = parser().parse_args(shlex.split(line))
-        experiment = found.name or (*found.model, found.search_space)
-        assert objectives.setdefault(experiment, found.objective) == found.objective, line
+
+def test_the_readme_is_read_in_one_sitting() -> None:
+    """Its length, and the two commands that set up a fresh machine."""
+    assert len(README.splitlines()) <= 170 and len(README.split()) <= 1500
+    assert "`make demo`" in README and "`make test`" in README

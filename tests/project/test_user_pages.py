@@ -1,4 +1,4 @@
-"""Pages for users: commands of docs/recipes.md are read by their parsers, numbers of docs/questions.md are those of the records, every
+"""Pages for users: commands of README and docs/recipes.md are read by their parsers, numbers of docs/questions.md are those of the records, every
 page is in the index."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ STUDY = ROOT / "docs" / "studies" / "smollm2-135m"
 QUESTIONS = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
 LINES = [
     shlex.split(line, comments=True)[1:]
-    for block in blocks(ROOT / "docs" / "recipes.md")
+    for document in ("README.md", "docs/recipes.md")
+    for block in blocks(ROOT / document)
     if block.language == "bash"
     for line in statements(block.text)
     if line.startswith("tune-prune ")
