@@ -69,7 +69,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing tune_prune into $(VENV), once (a few minutes): torch, transformers, Ray and what they need"
+	@echo "installing tune_prune into $(VENV), once: torch, transformers, Ray and what they need (2.3 GB, two to five minutes)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $(INSTALLED)
 

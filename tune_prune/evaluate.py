@@ -42,7 +42,7 @@ def parser() -> Parser:
     p.add_argument(
         "--kl",
         action="store_true",
-        help="of a pruned model, how far its predictions moved, too (KL; default: no)",
+        help="for a pruned model, how far its predictions moved, too (KL; default: no)",
     )
     p.add_argument(
         "--base",

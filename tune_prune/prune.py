@@ -45,7 +45,7 @@ def parser() -> Parser:
     p = Parser(
         prog="tune-prune prune",
         usage="--config EXPERIMENT --output DIR",
-        description="Save a pruned model that transformers, vLLM or llama.cpp loads: the best of a search, or one by flags.",
+        description="Save a pruned model for transformers, vLLM or llama.cpp: the best of a search, or one by flags.",
         examples={
             "--config ray_results/NAME --output DIR": "the best of a search",
             "--model tiny-llama --method taylor --seq-len 64 --num-samples 128 --output DIR": "one by flags",

@@ -152,21 +152,23 @@ def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]
 def test_help_is_one_screen_and_help_all_has_every_flag(
     parser: Callable[[], Parser], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What --help says of a flag is the beginning of what --help-all says of it, and its last line names that."""
-    screen, everything = parser().format_help().splitlines(), parser().format_help_all()
-    assert len(screen) <= 40 and max(map(len, screen)) <= 100 and not any(map(str.isspace, screen))
-    assert screen[0].startswith(f"usage: {parser().prog} ") and screen[-1].startswith(f"{parser().prog} --help-all ")
-    shown = [name for names in parser().common.values() for name in names]
-    assert re.findall(r"^  (--[\w-]+|[A-Z]+)(?= )", "\n".join(screen), re.MULTILINE) == shown and len(
-        set(shown)
-    ) == len(shown)
-    flags = {action.option_strings[-1] for action in parser()._actions if action.option_strings}
-    assert set(re.findall(r"^  (?:-h, )?(--[\w-]+)", everything, re.MULTILINE)) == flags
-    assert set(map(str.strip, screen[2:-3])) <= set(map(str.strip, everything.splitlines())) | {"example:"} | {
-        f"{wish}:" for wish in parser().common
-    }
+    """With all that is said of a flag; --help has the first paragraph of it, and names --help-all in its last line."""
+    p = parser()
+    screen, everything = p.format_help().splitlines(), p.format_help_all()
+    assert len(screen) <= 40 and max(map(len, [*screen, *everything.splitlines()])) <= 100
+    assert screen[0].startswith(f"usage: {p.prog} ") and screen[-1].startswith(f"{p.prog} --help-all ")
+    shown = [name for names in p.common.values() for name in names]
+    assert re.findall(r"^  (--[\w-]+|[A-Z]+)(?= )", "\n".join(screen), re.MULTILINE) == shown
+    assert len(shown) == len(set(shown))
+    for action in p._actions:
+        name = action.option_strings[-1] if action.option_strings else str(action.metavar)
+        first, _, more = (str(action.help) % vars(action)).partition("\n\n")
+        text = " ".join(first.split())
+        assert re.search(rf"^  (-h, )?{name}\b", everything, re.MULTILINE), name
+        assert " ".join([*text.split(), *more.split()]) in " ".join(everything.split())
+        assert (text in " ".join(" ".join(screen).split())) == (name in shown), name
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args(["--help-all"])
+        p.parse_args(["--help-all"])
     assert ended.value.code == 0 and capsys.readouterr().out == everything
 
 

@@ -50,7 +50,7 @@ def parser() -> Parser:
     p = Parser(
         prog="tune-prune analysis",
         usage="EXPERIMENT ...",
-        description="Report on searches, finished or not: the best configuration, how sure that is, tables, figures, a page.",
+        description="Report on searches, finished or not: the best configuration, how sure that is, tables, figures.",
         examples={
             "ray_results/NAME": "a report on one search, in results/report.html",
             "ray_results/A ray_results/B --rule pareto": "several searches, models compared",

@@ -52,7 +52,7 @@ def parser() -> Parser:
     what.add_argument(
         "--search-space", type=flags.text, default="paper_grid", metavar="SPACE",
         help="""which ways to try (default: %(default)s)
-        recommended  12 that did best in our tests: start here with a real model
+        recommended  12, the best in our tests: start here with a real model
         paper_grid   45, those of a published search (docs/methods.md)
         smoke        6, quick: does everything work?
         FILE.yaml    your own (docs/search_spaces.md)

@@ -155,7 +155,7 @@ class _Page(argparse.RawDescriptionHelpFormatter):
         paragraphs = text.split("\n\n") if self._whole else [text.partition("\n\n")[0]]
         for line in map(str.strip, "\n".join(paragraphs).splitlines()):
             column = re.match(r"\S+ {2,}|", line).end()  # type: ignore[union-attr]
-            lines += textwrap.wrap(line, width, subsequent_indent=" " * column)
+            lines += textwrap.wrap(line, width, subsequent_indent=" " * column, break_on_hyphens=False)
         return lines
 
 
