@@ -86,7 +86,8 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
-            "layerwise and blockwise only: losses without a block use the first num_samples // removal_divisor samples", "statistics", 5, "d", always_in_key=True,
+            "layerwise and blockwise only: losses without a block use the first num_samples // removal_divisor samples",
+            "statistics", 5, "d", always_in_key=True,
         ),
         Hyperparameter(
             "shape", "Shape", ShapeName(), "aligned",
@@ -141,7 +142,8 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_power", "Removal power", Share(10.0), "0.5",
-            "layerwise and blockwise only: power of the factor for a whole block; near 0 they are taylor", "statistics", 1.0, "p", later=True,
+            "layerwise and blockwise only: power of the factor for a whole block; near 0 they are taylor",
+            "statistics", 1.0, "p", later=True,
         ),
         Hyperparameter(
             "normalization", "Normalization", Choice(NORMALIZATIONS), "kind",
