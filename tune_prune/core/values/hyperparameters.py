@@ -145,7 +145,7 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_power", "Removal power", Share(10.0), "0.5",
-            "layerwise and blockwise only: power of the removal losses' logarithm by which they multiply",
+            "layerwise and blockwise only: power of the factor for a whole block; near 0 they are taylor",
             "statistics", 1.0, "p", later=True,
         ),
         Hyperparameter(
