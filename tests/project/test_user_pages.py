@@ -1,5 +1,5 @@
-"""Pages for users: commands of docs/recipes.md are read by their parsers, perplexities of docs/questions.md are those of the records,
-every page is in the index."""
+"""Pages for users: parsers read the commands of docs/recipes.md, perplexities of docs/questions.md are those of the records, every
+page is in the index."""
 
 from __future__ import annotations
 
