@@ -1,4 +1,4 @@
-"""Pages for users: commands of README and docs/recipes.md are read by their parsers, numbers of docs/questions.md are those of the records, every
+"""Pages for users: parsers read the commands of README and docs/recipes.md, perplexities of docs/questions.md are those of the records, every
 page is in the index."""
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def test_perplexities_are_those_of_the_records() -> None:
         "original": json.loads((STUDY / "dense.json").read_text(encoding="utf-8"))["ppl"],
         "best method of the": recorded("grid", "taylor-s256-n128"),
         "a better method": recorded("draws", "gate_fisher-s128-n128-least_squares"),
-        "the best recipe": recorded("two_steps_trained", "gate_fisher-s128-n512-least_squares-t131072-lora-i400-e0.003-k2"),
+        "the best recipe": recorded(
+            "two_steps_trained", "gate_fisher-s128-n512-least_squares-t131072-lora-i400-e0.003-k2"
+        ),
     }
     for row, value in rows.items():
         assert re.search(rf"^\| {row}.* \| {value:.1f} \|$", QUESTIONS, re.MULTILINE), (row, value)
