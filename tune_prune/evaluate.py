@@ -1,4 +1,4 @@
-"""Measure any checkpoint as a search measures its trials: `python -m tune_prune.evaluate --model DIR`.
+"""Measure any checkpoint as a search measures its trials: `tune-prune evaluate --model DIR`.
 
 Perplexity and zero-shot accuracies by the search's own protocol, engine and data, in this process and without Ray; with --kl the
 divergence of a pruned checkpoint from its dense model, too. The numbers of a dense model equal those of a search's baseline,
@@ -21,7 +21,7 @@ from tune_prune.core.terminal.parser import Once, Parser
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m tune_prune.evaluate",
+        prog="tune-prune evaluate",
         description="Measure a language model as a search measures its trials: perplexity and zero-shot accuracy.",
         examples={
             "--model tiny-llama": "a dense model",

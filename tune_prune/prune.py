@@ -1,7 +1,7 @@
-"""Turn a configuration into a pruned model on disk: `python -m tune_prune.prune --config global_best_config.json --output DIR`.
+"""Turn a configuration into a pruned model on disk: `tune-prune prune --config global_best_config.json --output DIR`.
 
 The configuration comes from a search, with its plan of what to keep where the trial's folder is still there, or straight
-from flags. No Ray, and no evaluation: `python -m tune_prune.evaluate --model DIR` does that.
+from flags. No Ray, and no evaluation: `tune-prune evaluate --model DIR` does that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m tune_prune.prune",
+        prog="tune-prune prune",
         description="Prune a language model by one configuration and save it as a checkpoint that transformers or llama.cpp loads.",
         examples={
             "--config ray_results/NAME --output DIR": "the best of a search",
@@ -272,7 +272,7 @@ def describe(folder: Path, about: Manifest) -> str:
 
 def evaluation(model: str, about: Manifest) -> list[str]:
     """The command that measures a checkpoint on what its recorded numbers were measured on."""
-    command = ["python", "-m", "tune_prune.evaluate", "--model", model]
+    command = ["tune-prune", "evaluate", "--model", model]
     run = about.source
     if run is None or about.metrics is None:
         return command

@@ -1,4 +1,4 @@
-"""How fast pruned models are beside their dense model: `python -m tune_prune.speed --config ray_results/NAME`.
+"""How fast pruned models are beside their dense model: `tune-prune speed --config ray_results/NAME`.
 
 Prefill and decode of a checkpoint, or of the configurations of a search that any rule of the analysis would choose, each in turns
 with the dense model. A search's are kept in its folder, apart from its trials: speed is of the machine. The analysis then shows
@@ -32,7 +32,7 @@ BATCH = 1  # of what a person waits for; throughput of large batches is another 
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m tune_prune.speed",
+        prog="tune-prune speed",
         description="Measure how fast pruned models are beside their dense model: prefill and decode, in turns.",
         examples={
             "--config ray_results/NAME": "what the rules of the analysis choose in a search; then run the analysis again",
@@ -179,7 +179,7 @@ def _of_search(args: argparse.Namespace) -> None:
         measured += _measure(args, label, opened[run.label], candidates)
         kept |= {str(candidate.store.path(SPEED)): None for candidate in candidates}
     say(f"\nmeasured     {measured}; kept in {', '.join(kept)}")
-    say(f"report       python -m tune_prune.analysis {args.config}")
+    say(f"report       tune-prune analysis {args.config}")
 
 
 def _candidates(found: ModelFindings, every: bool) -> Iterator[_Candidate]:

@@ -21,7 +21,7 @@ from tune_prune.planning import search_space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
-SEE = " (see python -m tune_prune.{command} --help)"
+SEE = " (see tune-prune {command} --help)"
 MISTYPED = {
     "search --models tiny-llama": f"unknown flag --models, did you mean --model?{SEE}",
     "search -m tiny-llama": f"unknown flag -m, did you mean --model or --memory?{SEE}",
@@ -73,8 +73,7 @@ MISTYPED = {
     "prune --model tiny-llama --save out": f"unknown flag --save, did you mean --output?{SEE}",
     "prune --config x --output out --nsamples 8": f"unknown flag --nsamples, did you mean --num-samples?{SEE}",
     "prune --config x --output out --evaluate": (
-        "--evaluate is not needed: to measure a model is a command of its own, python -m tune_prune.evaluate --model NAME"
-        f"{SEE}"
+        f"--evaluate is not needed: to measure a model is a command of its own, tune-prune evaluate --model NAME{SEE}"
     ),
     "prune --config x --output out --format safetensors": (
         f"--format: unknown value 'safetensors'; did you mean 'hf'? known: gguf, hf, hf-padded{SEE}"
@@ -129,11 +128,11 @@ def test_a_flag_may_repeat_what_the_configuration_says(flags: str, sentence: str
 
 
 def test_the_next_commands_of_a_search_are_command_lines() -> None:
-    parsers = {"tune_prune.prune": prune.parser(), "tune_prune.analysis": command.parser()}
+    parsers = {"prune": prune.parser(), "analysis": command.parser()}
     for labels in ([], ["tiny-llama"], ["tiny-llama@0.1", "tiny-llama@0.3"]):
         lines = [(name, shlex.split(shlex.join(argv))) for name, argv in search.next_commands("my results/x", labels)]
         assert [name for name, _ in lines] == ["view curves", "report", *["keep"] * len(labels)]
-        parsed = [parsers[argv[2]].parse_args(argv[3:]) for _, argv in lines[1:]]
+        parsed = [parsers[argv[1]].parse_args(argv[2:]) for _, argv in lines[1:]]
         assert parsed[0].folders == [Path("my results/x")]
         kept = [(args.config, args.model, args.output) for args in parsed[1:]]
         assert kept == [("my results/x", label if len(labels) > 1 else None, f"{label}-pruned") for label in labels]

@@ -1,4 +1,4 @@
-"""From trials to a decision and its evidence: `python -m tune_prune.analysis ray_results/NAME --output results`.
+"""From trials to a decision and its evidence: `tune-prune analysis ray_results/NAME --output results`.
 
 Reads experiments (finished, running or half-lost) and published results files, and writes the best configuration of each
 model with everything that supports it: tables, figures, a report, a page.
@@ -48,7 +48,7 @@ _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "refere
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m tune_prune.analysis",
+        prog="tune-prune analysis",
         description="Find the best configuration of each model in trials that were run, and write the evidence for it.",
         examples={
             "ray_results/NAME": "an experiment: finished, running or half-lost",
@@ -82,7 +82,7 @@ def parser() -> Parser:
         "that no other beats in accuracy, perplexity and size (nearly always the most accurate of all; the set is in "
         "global_best_config.json); smallest, the fewest parameters, over all pruning ratios, "
         "within some points of the dense model (--within); retained-per-second, the most accuracy retained per second of "
-        "a request, where tune_prune.speed has measured (default: %(default)s)",
+        "a request, where tune-prune speed has measured (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--within", type=_points, metavar="POINTS",
@@ -235,9 +235,7 @@ def _to_keep(files: list[Path]) -> dict[str, str]:
         entry = parse_json(path)
         if entry["source"] is not None and entry["selection"].get("smallest_of_all_ratios", True):
             output = f"{entry['model'].replace('/', '-')}-pruned"
-            lines[entry["model"]] = shlex.join(
-                ["python", "-m", "tune_prune.prune", "--config", str(path), "--output", output]
-            )
+            lines[entry["model"]] = shlex.join(["tune-prune", "prune", "--config", str(path), "--output", output])
     return lines
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from tune_prune.planning.plan import SearchSettings
 
 TRACKERS = ("mlflow", "wandb")  # tuning.observers.tracking.TRACKERS, without its imports
-COMMAND = ("python", "-m", "tune_prune.search")
+COMMAND = ("tune-prune", "search")
 
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m tune_prune.search",
+        prog="tune-prune search",
         description="Find the best way to prune a language model: prune and measure it by every configuration of a space.\n"
         "A search may be stopped at any time: the same command goes on and runs only what is missing.",
         examples={

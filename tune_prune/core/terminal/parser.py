@@ -36,7 +36,7 @@ OTHER_NAMES = {
     "--overwrite": "force",
     "--measure": "benchmark speed",
 }
-_EVALUATE = "to measure a model is a command of its own, python -m tune_prune.evaluate --model NAME"
+_EVALUATE = "to measure a model is a command of its own, tune-prune evaluate --model NAME"
 # What other programs need a flag for and no command here does, and why.
 NOT_NEEDED = {
     "batch-size": "batches are sized by the device and the model",
