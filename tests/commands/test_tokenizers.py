@@ -73,7 +73,7 @@ def test_a_search_says_that_its_answers_stand_behind_eos_and_asks_lm_eval_once(
     assert search.main(argv) == 0
     assert len(calls) == 2
     plan, _, end = capsys.readouterr().out.partition("dry run: nothing was started")[2].partition("[prepare 1/")
-    note = "the tokenizer ends every text with </s>, questions too, so answers stand behind it"
+    note = "the tokenizer ends every text with </s>, also before an answer, so accuracies say nothing"
     assert f"warning      m: {note}" in plan and f"note: m: {note}" in end
     assert "  ! The tokenizer ends every text with a special token" in end
     store = FolderStore(tmp_path / "r" / "one")

@@ -67,13 +67,12 @@ def caveats(tokenizer: PreTrainedTokenizerBase, suite: ZeroShotSuite | None) -> 
     end, notes = end_token(tokenizer), []
     if end is not None:
         notes.append(
-            f"the tokenizer ends every text with {end}, questions too, so answers stand behind it, as in lm-eval, and accuracies "
-            "say nothing of the model; save the tokenizer without it (add_eos_token in tokenizer_config.json, post_processor in "
-            "tokenizer.json)"
+            f"the tokenizer ends every text with {end}, also before an answer, so accuracies say nothing of the model; save it "
+            "without (add_eos_token in tokenizer_config.json, post_processor in tokenizer.json)"
         )
     if suite is not None and suite.num_crossing:
         notes.append(
-            f"{suite.num_crossing} of {suite.num_items} items have an answer without tokens of its own, as one begins in the "
-            "question; there every token that the answer changes is scored"
+            f"{suite.num_crossing} of {suite.num_items} questions share a token with an answer; there every token that the answer "
+            "changes is scored"
         )
     return tuple(notes)

@@ -149,7 +149,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         elif values.get("per_layer_config"):
             raise UserError(
                 f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
-                f"not follow in {values['model_type']} models; it was pruned by another tool: give the dense model, or a "
+                f"not follow in {values['model_type']} models; it was pruned by another tool: give the original model, or a "
                 "checkpoint of tune_prune"
             )
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False, **_RUN)

@@ -156,7 +156,7 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     except pickle.UnpicklingError as error:
         raise UserError(
             f"the weights of {path.parent} are a pickle of Python objects, as some pruning tools save them, and unpickling can "
-            "run any code; save that model's weights as safetensors (save_pretrained), or give the dense model"
+            "run any code; save that model's weights as safetensors (save_pretrained), or give the original model"
         ) from error
     except (SafetensorError, OSError, EOFError) as error:
         cause = " ".join(str(error).split())

@@ -32,10 +32,10 @@ class Trained:
 
     def __str__(self) -> str:
         names = ", ".join(self.configurations)
-        best = "those with the highest log-probability of right choices" if self.by == GOLD else "the most accurate"
+        best = "their right answers are the likeliest" if self.by == GOLD else "they are the most accurate"
         return (
-            f"{self.model}: training of {len(self.configurations)} of {self.of} configurations ({names}), {best} of the "
-            f"{self.tied} that may still be the most accurate"
+            f"{self.model}: training {len(self.configurations)} of {self.of} configurations ({names}): {best} of the {self.tied} "
+            "that could still be the best"
         )
 
     def to_dict(self) -> dict[str, Any]:
