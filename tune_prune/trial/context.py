@@ -130,8 +130,8 @@ class TrialContext:
             self.artifacts.put("items_in_calibration", key, {"count": np.array(found)})
         if found:
             log.warning(
-                "calibration text %s contains %d of the %d tested questions with their answers, so models pruned with it look "
-                "better than they are: take these questions out of the text, or test on others (docs/data.md)",
+                "calibration text %s contains %d of the %d tested questions with their answers, which flatters what is pruned "
+                "with it: take them out of the text, or test on other questions (docs/data.md)",
                 *(text, found, suite.num_items),
             )
         return found
