@@ -50,13 +50,13 @@ class Round:
         names = list(self.draws)
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         number = "/".join(map(str, sorted(set(self.draws.values()))))
-        text = f"{self.model}: run {number} of {len(names)} of {self.of} configurations ({shown}): "
+        text = f"{self.model}: run {number} for {len(names)} of {self.of} configurations ({shown}): "
         best = _BEST[self.by]
         if self.others is None:
             return text + f"{best} by one run, to see how far runs differ"
         apart = f"{self.spread_nats:.3f} nats" if self.spread_points is None else f"{self.spread_points:.1f} points"
         return text + (
-            f"they could still be {best}, each of the others hardly (together {self.others:.1%}); runs differ by {apart} "
+            f"they could still be {best}, the others with a chance of {self.others:.1%} together; runs differ by {apart} "
             f"({self.freedom} degrees of freedom)"
         )
 
