@@ -278,7 +278,7 @@ def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
             pyarrow.array(values)
     except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
         raise UserError(
-            f"{path}: a field has values of different types, or of none that a column holds ({error}); use one type"
+            f"{path}: a field has values of different types, or such as no column holds ({error}); use one type"
         ) from error
     return found
 
