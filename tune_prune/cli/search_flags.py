@@ -173,6 +173,9 @@ def parser() -> Parser:
     )
     how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
     how.add_argument(
+        "--verbose", action="store_true", help="print the whole plan: what each stage takes, of time, tokens and memory"
+    )
+    how.add_argument(
         "--gpu",
         type=_card,
         metavar="KIND",
