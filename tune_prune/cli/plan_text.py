@@ -22,6 +22,7 @@ from tune_prune.data.sources import perplexity_text_name
 from tune_prune.planning.plan import ModelPlan, Plan
 from tune_prune.planning.recoveries import expected, is_withheld
 from tune_prune.pruning import shapes
+from tune_prune.pruning.methods import load_method
 
 WIDTH, _NAMES = 120, 13  # columns of a line, and of the name before it
 NAMED_TESTS = 3  # so many benchmarks have their names in the line of the tests
@@ -37,7 +38,7 @@ def describe(plan: Plan) -> str:
         ("time", _time(plan)),
         ("memory", fit_line(plan)),
         *_models(plan),
-        ("sample text", f"{listed(_texts(plan))}: {_samples(plan)}"),
+        ("sample text", _sample_text(plan)),
         ("tests", tests(first.run)),
         *_shape(plan),
         *(("warning", f"{model.run.label}: {note}") for model in plan.models for note in model.workload.warnings),
@@ -111,7 +112,7 @@ def _time(plan: Plan) -> str:
         return f"not known: {unpredicted(plan)}"
     if not cost.wall_seconds:
         return "nothing is left to compute"
-    less = ", or less: an upper bound" * any("upper bound" in note for note in cost.notes)
+    less = ", or less" * any("upper bound" in note for note in cost.notes)
     gpu_hours = f" ({cost.gpu_hours:.2g} GPU-hours)" * bool(cost.gpu_hours)
     where = "by the speed measured here"
     if plan.card:
@@ -148,15 +149,15 @@ def _row(model: ModelPlan, ratios: Sequence[float]) -> tuple[str, ...]:
     return (model.run.label, *numbers, size(model.memory.total) + f", {how}" * bool(how))
 
 
-def _texts(plan: Plan) -> list[str]:
-    run = plan.models[0].run
-    texts = dict.fromkeys(run.of(config).calibration for config, _ in plan.models[0].trials)
-    return ["+".join(str(shown_path(part)) for part in texts_of(text)) for text in texts]
-
-
-def _samples(plan: Plan) -> str:
+def _sample_text(plan: Plan) -> str:
+    run, configs = plan.models[0].run, [config for config, _ in plan.models[0].trials]
+    recipes = any(config.compensation != "none" or config.recovery != "none" for config in configs)
+    if not recipes and not any(load_method(method).statistics for method in plan.space.values["method"]):
+        return "none: what is searched reads no data"
+    texts = dict.fromkeys(run.of(config).calibration for config in configs)
+    shown = listed("+".join(str(shown_path(part)) for part in texts_of(text)) for text in texts)
     counts, lengths = (plan.space.values[name] for name in ("num_samples", "seq_len"))
-    return f"{_one_of(counts)} samples of {_one_of(lengths)} tokens"
+    return f"{shown}: {_one_of(counts)} samples of {_one_of(lengths)} tokens"
 
 
 def _one_of(values: Collection[int]) -> str:

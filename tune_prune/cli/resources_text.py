@@ -154,8 +154,8 @@ def _on_cpu_here(plan: Plan) -> bool:
 
 
 def dtype_lines(plan: Plan) -> list[str]:
-    """Which data type trials compute in and why, where that is not plain and `to_mend` says nothing: by how weights are stored, and by
-    what the device is fast at."""
+    """Which data type trials compute in and why, where that is not plain and `to_mend` says nothing of it: by how weights are
+    stored, and by what the device is fast at."""
     narrow = any(model.stored_as not in WIDE for model in plan.models)
     if plan.settings.dtype is not None or (plan.without_bfloat16 and narrow):
         return []

@@ -64,20 +64,20 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def ends_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Of a tokenizer that ends every text: that accuracies are worthless, and what mends it."""
-    end = end_token(tokenizer)
-    if end is None:
+    if (end := end_token(tokenizer)) is None:
         return ()
-    says = f"the tokenizer ends every text with {end}, questions too, so answers stand behind it"
-    mend = "set add_eos_token to false in tokenizer_config.json, or mend post_processor in tokenizer.json"
-    return (f"{says}, as in lm-eval: accuracies say nothing of the model; {mend}",)
+    return (
+        f"the tokenizer ends every text with {end}, also before an answer, so accuracies say nothing of the model; save it "
+        "without (add_eos_token in tokenizer_config.json, post_processor in tokenizer.json)",
+    )
 
 
 def caveats(tokenizer: PreTrainedTokenizerBase, suite: ZeroShotSuite | None) -> tuple[str, ...]:
     """What a reader of the accuracies must know of how the items are tokens, in sentences."""
     if suite is None or not suite.num_crossing:
         return ends_texts(tokenizer)
-    return (
-        *ends_texts(tokenizer),
-        f"{suite.num_crossing} of {suite.num_items} items have an answer without tokens of its own, as one begins in the question; "
-        "there every token that the answer changes is scored",
+    crossing = (
+        f"{suite.num_crossing} of {suite.num_items} questions share a token with an answer; there every token that the answer "
+        "changes is scored"
     )
+    return (*ends_texts(tokenizer), crossing)

@@ -26,8 +26,8 @@ from tune_prune.planning.recoveries import is_withheld
 
 _BEST = {
     "accuracy": "the most accurate",
-    "gold_logprob": "those with the likeliest right answers",
-    "kl": "those closest to the original (KL)",
+    "gold_logprob": "those with the highest log-probability of right choices",
+    "kl": "those with the lowest KL to the dense model",
 }  # by --draws-by
 
 
@@ -50,15 +50,14 @@ class Round:
         names = list(self.draws)
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         number = "/".join(map(str, sorted(set(self.draws.values()))))
-        text = f"{self.model}: run {number}, with other sample text, of {len(names)} of {self.of} configurations"
-        text += f"\n{'':13}{shown}\n{'':13}"
+        text = f"{self.model}: draw {number} for {len(names)} of {self.of} configurations ({shown}): "
         best = _BEST[self.by]
         if self.others is None:
-            return text + f"{best} by one run, to see how far runs lie apart"
+            return text + f"{best} by one draw, to see how far draws lie apart"
         apart = f"{self.spread_nats:.3f} nats" if self.spread_points is None else f"{self.spread_points:.1f} points"
         return text + (
-            f"they could still be {best} of all runs (that another one is: {self.others:.1%}); runs lie {apart} apart "
-            f"({self.freedom} degrees of freedom)"
+            f"they may still be {best} of all draws, the others with a chance of {self.others:.1%} together; draws lie "
+            f"{apart} apart ({self.freedom} degrees of freedom)"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -130,8 +130,8 @@ class TrialContext:
             self.artifacts.put("items_in_calibration", key, {"count": np.array(found)})
         if found:
             log.warning(
-                "sample text %s holds %d of the %d questions that are tested, with their answers, so accuracies look better than "
-                "they are: test on others (--tasks), or take these out of the text (docs/data.md)",
+                "calibration text %s holds %d of the %d measured items with their right answers, so what is pruned by it looks "
+                "better on the tasks than it is: measure other items, or take these out of the text",
                 *(text, found, suite.num_items),
             )
         return found
