@@ -3,7 +3,7 @@
     python scripts/bench_grid.py                                           45 trials of tiny-llama, 9 of them the published way
     python scripts/bench_grid.py --model 20M --limit 100 --sample 5        random weights, real task items
 
-The search is `python -m tune_prune.search` on a fresh folder: preparation, dense baseline, trials and tables, from start to
+The search is `tune-prune search` on a fresh folder: preparation, dense baseline, trials and tables, from start to
 end of its process. The published way runs every trial in a process of its own that imports everything, loads the model, makes
 its own passes as the published code makes them (published_way.py), prunes, and evaluates with lm-eval's HFLM; no baseline. As
 many processes as CPUs run at once, one thread each, as the search's trials do.

@@ -11,7 +11,7 @@ command that such an experiment names then finds every trial finished.
     start       of that command: the plan, and reading the ledger
     message     one stage of one trial in the live line, with the line written each time (a search writes it every ten seconds)
     end         of that command: comparison with the best, every view, the final table
-    analysis    `python -m tune_prune.analysis` of the experiment, all of its files
+    analysis    `tune-prune analysis` of the experiment, all of its files
     status      `search --status` of it
     study       `analysis --export-study` of it
 
@@ -105,7 +105,7 @@ def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> 
     plan = make_plan(settings_from(parser().parse_args(argv)))
     assert isinstance(plan.experiment_dir, Path)
     store = FolderStore(plan.experiment_dir)
-    experiment.write(store, plan, ["python", "-m", "tune_prune.search", *argv])
+    experiment.write(store, plan, ["tune-prune", "search", *argv])
 
     write_baselines(store, read_baselines(templates))
     records = {record.config["method"]: record for record in Ledger(templates).records()}

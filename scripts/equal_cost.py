@@ -1,7 +1,7 @@
 """Two search spaces at equal cost: how good the best configuration of each is once both have forwarded as many tokens.
 
-    python -m tune_prune.search --model tiny-llama --search-space paper_grid --name grid --storage-path one
-    python -m tune_prune.search --model tiny-llama --search-space extended --name extended --storage-path two
+    tune-prune search --model tiny-llama --search-space paper_grid --name grid --storage-path one
+    tune-prune search --model tiny-llama --search-space extended --name extended --storage-path two
     python scripts/equal_cost.py --reference one/grid --other two/extended
 
 Of the other search those trials count that were finished before its tokens reached those of the whole reference; what it has as a

@@ -2,7 +2,7 @@
 
     python scripts/make_random_model.py --like mistral-7b --output mistral-random            14.5 GB of bfloat16
     python scripts/make_random_model.py --like llama-3-70b --layers 2 --output two-layers    its first two layers
-    python -m tune_prune.search --model mistral-random --search-space smoke --data-dir DATA
+    tune-prune search --model mistral-random --search-space smoke --data-dir DATA
 
 Written a layer at a time, one safetensors file for each: it takes the memory of one file, not of the model. Weights are normal
 with the standard deviation of the family's own initialisation, norms are one; the same seed gives the same bytes. The

@@ -1,7 +1,7 @@
 """How much of what pruning loses a configuration regains beside another one: of searches that measured all of them on the same
 items, texts and draws.
 
-    python -m tune_prune.search --model smollm2 --search-space quality.yaml --name quality --limit 100 ...
+    tune-prune search --model smollm2 --search-space quality.yaml --name quality --limit 100 ...
     python scripts/quality_table.py ray_results/quality --reference taylor-s128-n128
 
 What is lost is the KL to the dense model, on the perplexity text and on questions with their right answers, and the log-probability

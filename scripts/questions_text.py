@@ -1,7 +1,7 @@
 """Calibration text of questions with their right answers, of items that a search does not measure.
 
     python scripts/questions_text.py --model smollm2 --data-dir DATA --after 100 --output questions.txt
-    python -m tune_prune.search --model smollm2 --data-dir DATA --limit 100 --calibration DATA/text/train.txt+questions.txt
+    tune-prune search --model smollm2 --data-dir DATA --limit 100 --calibration DATA/text/train.txt+questions.txt
 
 `--limit N` measures the first N items of each task; those after them are written, an item of each task in turn, in the words in
 which lm-eval asks. What is calibrated on them is better on these tasks than on any other: say so beside its numbers.

@@ -1,7 +1,7 @@
 """How often the winner of one draw of calibration samples is the winner of all: of a search that measured every configuration on
 the same draws.
 
-    python -m tune_prune.search --model tiny-llama --model tiny-qwen2 --model tiny-mistral --seeds 0,1,2 --name draws
+    tune-prune search --model tiny-llama --model tiny-qwen2 --model tiny-mistral --seeds 0,1,2 --name draws
     python scripts/winners_by_draw.py ray_results/draws
 
 Of each model the most accurate configuration of each draw, its place among the means of all draws, the points it loses there, and

@@ -138,7 +138,7 @@ def simulated_study(
         passes += [of_pass | {"seq_len": s, "duration_s": s / 8, "tokens": s * max(SAMPLES)} for s in SEQ_LENS]
     levels = {"methods": list(METHODS), "seq_len": list(SEQ_LENS), "num_samples": list(SAMPLES)}
     about = {
-        "command": ["python", "-m", "tune_prune.search", *(word for model in models for word in ("--model", model))],
+        "command": ["tune-prune", "search", *(word for model in models for word in ("--model", model))],
         "git_commit": "0123456789ab",
         "models": sources,
         "space": {"name": "simulated", **levels, "pruning_ratio": 0.2, "removal_divisor": 5},

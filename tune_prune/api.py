@@ -3,7 +3,7 @@
     model = tune_prune.open("tiny-llama")                                      a dense model, or one that was pruned before
     pruned = model.prune("blockwise", ratio=0.2, seq_len=64, num_samples=128)  .model, .plan, .params
     pruned.evaluate(limit=100)                                                 .acc_mean, .ppl, .tasks
-    pruned.save("tiny-llama-pruned")                                           what `python -m tune_prune.prune` writes
+    pruned.save("tiny-llama-pruned")                                           what `tune-prune prune` writes
     results = tune_prune.search("tiny-llama", search_space="smoke")            .best, .trials, .report()
     results = tune_prune.load_results("ray_results/tiny-llama-20-smoke")       the same of a search that was run before
 
@@ -46,7 +46,7 @@ def open(
     """The model of that name, with everything checked that can be without loading its weights.
 
     name         alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, folder or GGUF file; a checkpoint that `save` or
-                 `python -m tune_prune.prune` has written, too
+                 `tune-prune prune` has written, too
     revision     branch, tag or commit of a hub model; None: main
     calibration  what methods read: embedded, wikitext2, c4 or a text file, or several with + between them, in equal parts; None:
                  embedded for embedded models, else the text of data_dir, else wikitext2
@@ -146,7 +146,7 @@ def search(
     name: str | None = None,
     track: Sequence[str] | str | None = None,
 ) -> Results:
-    """Search the best way to prune a model: as `python -m tune_prune.search`, into the same folder. The same call again, or the
+    """Search the best way to prune a model: as `tune-prune search`, into the same folder. The same call again, or the
     same command, runs only what is missing.
 
     model           alias, hub id, local folder or GGUF file; or several of them

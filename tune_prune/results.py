@@ -96,7 +96,7 @@ class Results:
     def report(self, output: str | Path | None = None, language: str = "en") -> str:
         """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model.
 
-        With `output`, all that `python -m tune_prune.analysis` writes goes to that folder: report.html, figures/, tables/. Raises
+        With `output`, all that `tune-prune analysis` writes goes to that folder: report.html, figures/, tables/. Raises
         UserError where no trial is complete, and where that folder cannot be written or is an experiment.
         """
         if not self.findings.models:

@@ -1,4 +1,4 @@
-"""Search the best way to prune a model: `python -m tune_prune.search --model mistral`.
+"""Search the best way to prune a model: `tune-prune search --model mistral`.
 
 Runs every configuration of a search space (or those that Optuna picks) as a trial that prunes the model for real and
 measures what is left, by Ray Tune or, with --inline, in this process, and writes the best one with its evidence to
@@ -210,16 +210,13 @@ def _log_plan(log: JsonLog, plan: Plan) -> None:
 def next_commands(folder: str, labels: Sequence[str], rule: str = "accuracy") -> list[tuple[str, list[str]]]:
     """What can be done with a finished search, by name; `labels`: the models whose best configuration can be saved; `rule`: by
     which it was chosen."""
-    python = ["python", "-m"]
     commands = [
         ("view curves", ["tensorboard", "--logdir", f"{folder}/tensorboard"]),
-        ("report", [*python, "tune_prune.analysis", folder, *([] if rule == "accuracy" else ["--rule", rule])]),
+        ("report", ["tune-prune", "analysis", folder, *([] if rule == "accuracy" else ["--rule", rule])]),
     ]
     for label in labels:
         which = ["--model", label] if len(labels) > 1 else []
-        commands.append(
-            ("keep", [*python, "tune_prune.prune", "--config", folder, *which, "--output", f"{label}-pruned"])
-        )
+        commands.append(("keep", ["tune-prune", "prune", "--config", folder, *which, "--output", f"{label}-pruned"]))
     return commands
 
 

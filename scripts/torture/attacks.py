@@ -277,7 +277,7 @@ def wrong_end(code: int, told: str) -> str:
         return f"exit code {code} and not 1"
     if "error: Ray has ended: its head at " not in told or "Traceback (most recent call last)" in told:
         return "no sentence, or a traceback"
-    if not re.search(r"to go on, run the same command again:\n  python -m tune_prune.search .*--address", told):
+    if not re.search(r"to go on, run the same command again:\n  tune-prune search .*--address", told):
         return "no line that resumes it"
     return ""
 

@@ -176,7 +176,7 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
 
 
 def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
-    commands = [text for text in parsed.texts["code"] if "tune_prune.search" in text]
+    commands = [text for text in parsed.texts["code"] if "tune-prune search" in text]
     for command, found in zip(commands, findings.models.values(), strict=True):
         lines = {"method": found.best["method"]}
         lines |= {name: found.best[name] for name in ("seq_len", "num_samples")}
@@ -191,9 +191,9 @@ def test_a_mean_over_draws_is_run_again_on_all_of_them_and_the_page_says_how_to_
         for n in (128, 512)
     }
     found = simulated_findings(tmp_path, models=("alpha",), items=20, draws=names)
-    line = "python -m tune_prune.prune --config out/best_alpha_20/best_config.json --output alpha-pruned"
+    line = "tune-prune prune --config out/best_alpha_20/best_config.json --output alpha-pruned"
     again, kept = (
-        text for text in Page(page.render(found, [], {"alpha": line})).texts["code"] if "tune_prune." in text
+        text for text in Page(page.render(found, [], {"alpha": line})).texts["code"] if "tune-prune " in text
     )
     assert "'seeds: [0, 1, 2]'" in again and kept == line
 

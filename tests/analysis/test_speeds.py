@@ -92,7 +92,7 @@ def test_without_speeds_there_is_neither(experiment: Path, refused: Callable[...
     assert "pareto" not in all_tables(findings)
     assert "pareto.png" not in {path.name for path in draw_all(findings, tmp_path / "figures")}
     told = refused(command.main, experiment, "--rule", "retained-per-second", "--output", tmp_path / "out")
-    assert "needs a speed, as python -m tune_prune.speed --config FOLDER measures it" in told
+    assert "needs a speed, as tune-prune speed --config FOLDER measures it" in told
     assert "use --rule accuracy" in told
 
 

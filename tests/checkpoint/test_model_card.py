@@ -265,7 +265,7 @@ def test_an_accuracy_of_one_has_its_interval_and_the_card_says_what_brackets_are
 
 def test_nothing_measured_is_said_and_nothing_claimed(tmp_path: Path) -> None:
     text = card(tmp_path, metrics=None, baseline=None, source=None, speed=None)
-    assert "**not measured**" in text and "python -m tune_prune.evaluate --model FOLDER" in text
+    assert "**not measured**" in text and "tune-prune evaluate --model FOLDER" in text
     assert not re.search(r"## Speed|±|wiki|seed|the scores", text, flags=re.IGNORECASE)
 
 
@@ -319,8 +319,8 @@ def test_the_command_makes_the_same_configuration(tmp_path: Path, shape: str) ->
     refit = {"compensation": "least_squares", "damping": 0.3} if shape == "uniform" else {}
     config = PruningConfig("layerwise", 32, 128, 0.25, removal_divisor=3, shape=shape, **refit)
     text = card(tmp_path, {"dtype": "bfloat16"}, config=config, format="hf-padded")
-    program, _, _, *words = shlex.split(code(text, "sh")[-1].replace("\\\n", " "))
-    assert program == "python"
+    program, command, *words = shlex.split(code(text, "sh")[-1].replace("\\\n", " "))
+    assert (program, command) == ("tune-prune", "prune")
     args = prune.parser().parse_args(words)
     own = {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}
     assert PruningConfig(**{name: value for name, value in own.items() if value is not None}) == config

@@ -27,7 +27,7 @@ def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert search.main([*argv, "--objective", "kl"]) == 0
     said = capsys.readouterr().out
     assert "3 of 3 configurations a model, by kl" in said
-    assert f"report       python -m tune_prune.analysis {tmp_path / 'by-kl'} --rule kl" in said
+    assert f"report       tune-prune analysis {tmp_path / 'by-kl'} --rule kl" in said
     assert re.search(
         r"^best         tiny-llama: .+, by kl, the --objective; the tables go by accuracy$", said, re.MULTILINE
     )

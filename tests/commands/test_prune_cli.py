@@ -107,8 +107,8 @@ def test_the_printed_check_prints_the_recorded_numbers_beside_its_own(
 ) -> None:
     folder = searched.folder / "best" / "tiny-mistral"
     line = next(line for line in searched.printed.splitlines() if line.startswith("check ") and str(folder) in line)
-    assert line.split()[1:4] == ["python", "-m", "tune_prune.evaluate"]
-    told = printed(evaluate.main, *line.split()[4:])
+    assert line.split()[1:3] == ["tune-prune", "evaluate"]
+    told = printed(evaluate.main, *line.split()[3:])
     rows = re.findall(r"^(\w+) +acc\w* +(\d\.\d{4}) +\S+ +(\d\.\d{4}) +(\S+) ", told, re.MULTILINE)
     assert len(rows) == 7
     assert all(measured == recorded and difference == "0" for _, measured, recorded, difference in rows)

@@ -84,9 +84,9 @@ def test_the_command_that_checks_a_file_is_said_where_it_can(
     assert "llama-cli -m" in (free := told("free", "--seed", "1")) and "check  " not in free  # deci: llama.cpp's alone
     uniform = told("uniform")
     command = uniform.partition("check  ")[2].split()
-    assert command[:4] == ["python", "-m", "tune_prune.evaluate", "--model"] and command[4].endswith(".gguf")
+    assert command[:3] == ["tune-prune", "evaluate", "--model"] and command[3].endswith(".gguf")
     more = "--data-dir", data_folder(tmp_path / "data"), "--tasks", "piqa", "--limit", "2"
-    assert "format gguf; config and weights are those" in printed(evaluate.main, *command[3:], *more)
+    assert "format gguf; config and weights are those" in printed(evaluate.main, *command[2:], *more)
 
 
 @pytest.mark.parametrize(

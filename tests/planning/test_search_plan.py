@@ -343,7 +343,7 @@ def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, mo
     assert text is not None
     space, again = text.splitlines()
     subprocess.run(["bash", "-c", space], check=True)
-    args = search.parser().parse_args(shlex.split(again)[3:])
+    args = search.parser().parse_args(shlex.split(again)[2:])
     assert make_plan(search.settings_from(args)).models[0].trials == ((config, key),)
 
 
@@ -427,7 +427,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     again = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
-    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[3:])
+    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
     assert [found for _, found in make_plan(search.settings_from(args)).models[0].trials] == [key]
     config = next(config for config, _ in model.trials if config.name == names[0])  # the mean of its draws
     rows = frame(
@@ -436,7 +436,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     again = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
-    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[3:])
+    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
     both = {keys["taylor-s16-n8"], keys["taylor-s16-n8-r2"]}
     assert {found for _, found in make_plan(search.settings_from(args)).models[0].trials} == both
     space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))

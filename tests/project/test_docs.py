@@ -20,6 +20,7 @@ from tune_prune.planning import search_space
 
 DOCUMENTS = (
     "README.md",
+    "AGENTS.md",
     "ray_results/README.md",
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 )

@@ -131,9 +131,7 @@ def test_partial_files_that_no_start_removes_are_seen(search: Attacked, removed:
 
 def test_how_a_search_ends_when_its_head_has_died() -> None:
     sentence = "error: Ray has ended: its head at 127.0.0.1:6379 died (load 1 of 2 CPUs)\n"
-    advice = (
-        "finished trials are kept; to go on, run the same command again:\n  python -m tune_prune.search --address a:1\n"
-    )
+    advice = "finished trials are kept; to go on, run the same command again:\n  tune-prune search --address a:1\n"
     assert wrong_end(1, sentence + advice) == ""
     assert wrong_end(0, sentence + advice) == "exit code 0 and not 1"
     assert wrong_end(1, sentence) == "no line that resumes it"

@@ -249,5 +249,5 @@ def test_a_search_ends_with_the_classes_of_its_failures(tmp_path, capfd, breaks)
     assert summary[1:] == [
         f"             e.g. tiny-llama@0.1 {CONFIGS[0].name}: too much",
         "             the same command tries them again:",
-        f"             python -m tune_prune.search {shlex.join(argv)}",
+        f"             tune-prune search {shlex.join(argv)}",
     ]

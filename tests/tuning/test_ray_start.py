@@ -328,7 +328,7 @@ def test_a_search_that_is_terminated_says_how_to_go_on(ray_folder, tmp_path):
     driver.terminate()
     said = driver.communicate(timeout=120)[1]
     assert driver.returncode == 143 and "terminated: finished trials are kept" in said, said
-    assert "to go on, run the same command again:\n  python -m tune_prune.search --model tiny-llama" in said
+    assert "to go on, run the same command again:\n  tune-prune search --model tiny-llama" in said
     assert "Traceback" not in said and "SIGTERM" not in said
     wait_for(lambda: not processes_of(ray_folder), 30)
     assert not list(ray_folder.glob("*tune_prune*"))

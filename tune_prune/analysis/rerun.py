@@ -46,4 +46,4 @@ def command(model: Model, row: Mapping[str, Any], seeds: Sequence[int] = ()) -> 
     flags = " ".join(
         f"--{name.replace('_', '-')} {shlex.quote(str(values[name]))}" for name in names if values.get(name) is not None
     )
-    return f"printf '%s\\n' {lines} > {file}\npython -m tune_prune.search {flags}"
+    return f"printf '%s\\n' {lines} > {file}\ntune-prune search {flags}"

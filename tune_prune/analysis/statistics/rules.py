@@ -151,5 +151,5 @@ NEEDS = {
     "gold_logprob": "log-probabilities of right choices",
     "kl": "a finite KL to the dense model",
     "smallest": "an accuracy within --within points of the dense model's",
-    "retained-per-second": "a speed, as python -m tune_prune.speed --config FOLDER measures it",
+    "retained-per-second": "a speed, as tune-prune speed --config FOLDER measures it",
 }

@@ -132,7 +132,7 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     texts = {flag: printable(" ".join(str(value).split())) for flag, value in flags.items() if value is not None}
     words = [f"{flag} {shlex.quote(text)}" for flag, text in texts.items()]
     lines = [" ".join(words[start : start + 4]) for start in range(0, len(words), 4)]
-    return " \\\n    ".join(["python -m tune_prune.prune", *lines])
+    return " \\\n    ".join(["tune-prune prune", *lines])
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:

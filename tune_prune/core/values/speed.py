@@ -20,7 +20,7 @@ from tune_prune.core.ledger import proven, sealed_text
 from tune_prune.core.store import SPEED, Store
 from tune_prune.core.validation import Count, Number, Positive, Text, validated
 
-_AGAIN = "delete it, and measure again with python -m tune_prune.speed"
+_AGAIN = "delete it, and measure again with tune-prune speed"
 
 Seconds = Annotated[list[Annotated[Number, Field(gt=0)]], Field(min_length=1)]
 
