@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A search on parts of nodes that others use, too: sbatch scripts/cluster/slurm_shared.sh --model mistral --storage-path /shared/ray_results
-# Its arguments are those of `python -m tune_prune.search`. docs/cluster.md explains it.
+# It takes the arguments of `tune-prune search`. docs/cluster.md explains it.
 #SBATCH --job-name=tune_prune
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -357,7 +357,7 @@ def test_checkpoints_of_other_tools_are_refused(sentence: Callable[..., str], tm
     per_layer = {"1": {"intermediate_size": 32}}
     stock = model_folder(tmp_path / "stock", per_layer_config=per_layer)
     told = sentence("--model", stock)
-    assert "per_layer_config" in told and "pruned by another tool" in told and "give the dense model" in told
+    assert "per_layer_config" in told and "pruned by another tool" in told and "give the original model" in told
     unknown = model_folder(tmp_path / "unknown", model_type="deci", per_layer_config=per_layer)
     assert "model type 'deci' is not supported" in sentence("--model", unknown)
 

@@ -221,7 +221,7 @@ def other_head(base: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tokenizer": (other_words, "small cannot be compared with base, whose tokenizer is another one"),
-    "head": (other_head, "pruning leaves the output head as it is, and theirs differ in float32"),
+    "head": (other_head, "their output heads differ in float32"),
 }
 
 

@@ -135,7 +135,7 @@ def test_models_must_be_distinct(refusal: Callable[..., str], plan_text: Callabl
 BROKEN_DATA: dict[str, tuple[str, bytes | None, list[str]]] = {
     "task missing": ("tasks/boolq/test.jsonl", None, ["task files are missing", "boolq/test.jsonl", "--tasks"]),
     "bad line": ("tasks/boolq/test.jsonl", b'{"a": 1}\n{oops\n', ["boolq/test.jsonl, line 2", "not JSON"]),
-    "no items": ("tasks/piqa/test.jsonl", b"\n", ["piqa/test.jsonl has no items"]),
+    "no items": ("tasks/piqa/test.jsonl", b"\n", ["piqa/test.jsonl has no questions"]),
     "items no text": ("tasks/piqa/test.jsonl", b"\xff\xfe", ["piqa/test.jsonl is not UTF-8"]),
     "bad definition": ("tasks/piqa/task.yaml", b"a: [", ["piqa/task.yaml is not valid YAML"]),
     "perplexity text missing": (TEXT_FILE, None, ["perplexity text", "is missing"]),

@@ -74,7 +74,7 @@ def test_a_search_says_that_its_answers_stand_behind_eos_and_asks_lm_eval_once(
     assert len(calls) == 2
     short, plan = capsys.readouterr().out.split("\ndry run: nothing was started\n")
     plan, _, end = plan.partition("[prepare 1/")
-    note = "the tokenizer ends every text with </s>, questions too, so answers stand behind it"
+    note = "the tokenizer ends every text with </s>, also before an answer, so accuracies say nothing"
     assert f"warning      m: {note}" in plan and f"warning      m: {note}" in short and f"note: m: {note}" in end
     assert "  ! The tokenizer ends every text with a special token" in end
     store = FolderStore(tmp_path / "r" / "one")

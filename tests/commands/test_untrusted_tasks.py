@@ -110,7 +110,7 @@ UNBUILDABLE = {
     "no such answer": (
         QUIZ_DEFINITION,
         lines({}, {"answer": 2}),
-        ["item 1", "right answer 2 is none of its 2 choices"],
+        ["question 1", "right answer 2 is none of its 2 choices"],
     ),
     "no choices": (QUIZ_DEFINITION, lines({"options": []}), ["cannot be built", "doc_to_choice makes []"]),
     "choices no texts": (

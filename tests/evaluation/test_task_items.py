@@ -36,12 +36,12 @@ BY_COUNT = QUIZ_DEFINITION.replace(
 @pytest.mark.parametrize(
     ("definition", "answers", "says"),
     [
-        (SEVERAL, [["b"]], r"item 0: the right answers \['b'\] are no numbers of its 2 choices, the first of which is 0"),
-        (SEVERAL, [[0, 1], [1, 2]], r"item 1: the right answers \[1, 2\] are no numbers of its 2 choices"),
-        (SEVERAL, [[-1]], r"item 0: the right answers \[-1\] are no numbers of its 2 choices"),
-        (SEVERAL, [[]], r"item 0: the right answers \[\] are no numbers of its 2 choices"),
-        (SEVERAL + MUTUAL, [[0, 1]], r"item 0 cannot be judged by the task's metrics \(ValueError: .* leave out metrics other"),
-        (BY_COUNT, [[0], [0, 1]], r"item 1 cannot be judged by the task's metrics \(ValueError: .*; correct the item"),
+        (SEVERAL, [["b"]], r"question 0: the right answers \['b'\] are no numbers of its 2 choices, which begin with 0"),
+        (SEVERAL, [[0, 1], [1, 2]], r"question 1: the right answers \[1, 2\] are no numbers of its 2 choices"),
+        (SEVERAL, [[-1]], r"question 0: the right answers \[-1\] are no numbers of its 2 choices"),
+        (SEVERAL, [[]], r"question 0: the right answers \[\] are no numbers of its 2 choices"),
+        (SEVERAL + MUTUAL, [[0, 1]], r"question 0 cannot be judged by the task's metrics \(ValueError: .* leave out metrics other"),
+        (BY_COUNT, [[0], [0, 1]], r"question 1 cannot be judged by the task's metrics \(ValueError: .*; correct it"),
     ],
 )  # fmt: skip
 def test_right_answers_that_cannot_be_judged_are_named_before_anything_is_scored(tmp_path, definition, answers, says):
@@ -87,30 +87,36 @@ def test_a_judgement_that_no_outcome_can_keep_is_refused(tmp_path, name, judged,
     [
         ([json.dumps(GOOD), "{not json"], r"test\.jsonl, line 2: not JSON"),
         (["", "[1, 2]"], r"test\.jsonl, line 2: list where an object is needed"),
-        ([" "], r"test\.jsonl has no items"),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"answer": 2})], r"item 1: the right answer 2 is none of its 2 choices"),
+        ([" "], r"test\.jsonl has no questions"),
+        (
+            [json.dumps(GOOD), json.dumps(GOOD | {"answer": 2})],
+            r"question 1: the right answer 2 is none of its 2 choices",
+        ),
         (
             [json.dumps(GOOD), json.dumps(GOOD | {"answer": "two"})],
             r"test\.jsonl: a field has values of different types",
         ),
         (
             [json.dumps(GOOD | {"options": []})],
-            r"task 'quiz' cannot be built from .*task\.yaml .*, in the definition or in item 0\); correct",
+            r"task 'quiz' cannot be built from .*task\.yaml .*, in the definition or in question 0\); correct",
         ),
         (
             [json.dumps(GOOD), json.dumps(GOOD | {"options": []})],
-            r"makes \[\], and a list of texts is needed, in item 1\)",
+            r"makes \[\], and a list of texts is needed, in question 1\)",
         ),
         (
             [json.dumps(GOOD), json.dumps(GOOD | {"options": ["a", None]})],
-            r"makes \['a', None\], and a list of texts is needed, in item 1\)",
+            r"makes \['a', None\], and a list of texts is needed, in question 1\)",
         ),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"question": None})], r"test\.jsonl .*null, or missing, in item 1\)"),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"options": None})], r"test\.jsonl .*null, or missing, in item 1\)"),
-        ([json.dumps(GOOD), '{"passage": "p", "options": ["a", "b"], "answer": 0}'], r"null, or missing, in item 1\)"),
+        ([json.dumps(GOOD), json.dumps(GOOD | {"question": None})], r"test\.jsonl .*null, or missing, in question 1\)"),
+        ([json.dumps(GOOD), json.dumps(GOOD | {"options": None})], r"test\.jsonl .*null, or missing, in question 1\)"),
+        (
+            [json.dumps(GOOD), '{"passage": "p", "options": ["a", "b"], "answer": 0}'],
+            r"null, or missing, in question 1\)",
+        ),
         (
             [json.dumps(GOOD | {"options": ["a" * 600, "b"]})],
-            r"item 0: the answer ' aaa.*' is 601 tokens.* at most 512",
+            r"question 0: the answer ' aaa.*' is 601 tokens.* at most 512",
         ),
     ],
 )
@@ -125,7 +131,7 @@ def test_bad_items_are_named(tmp_path, lines, says):
 @pytest.mark.parametrize("context", ["", "a question"])
 def test_an_answer_without_tokens_is_named(context):
     asked = Instance("loglikelihood", {}, (context, ""), 0, ("quiz", 7, 1))
-    with pytest.raises(UserError, match=r"'quiz', item 7: the answer '' has no tokens, .*; correct the item"):
+    with pytest.raises(UserError, match=r"'quiz', question 7: the answer '' has no tokens, .*; correct it"):
         encode(byte_tokenizer(True), [asked], 512)
 
 
@@ -137,7 +143,7 @@ def test_an_answer_without_tokens_is_named(context):
         ("output_type: [", "is not valid YAML"),
         (
             QUIZ_DEFINITION + 'target_delimiter: "\\ud83d\\ude00"\n',
-            r"item 0 is asked with '\\ud83d\\ude00', a character in halves; write the whole character",
+            r"question 0 is asked with '\\ud83d\\ude00', a character in halves; write the whole character",
         ),
     ],
 )
@@ -164,7 +170,7 @@ def test_a_choice_of_a_stock_task_that_is_null_is_named(tmp_path):
     bad = good | {"choices": {"text": ["sinks", None], "label": ["A", "B"]}}
     lines = "\n".join(map(json.dumps, (good, bad)))
     (tmp_path / "tasks" / "arc_easy" / "test.jsonl").write_text(lines)
-    with pytest.raises(UserError, match="task 'arc_easy', item 1: the choice None is no text; correct the item"):
+    with pytest.raises(UserError, match="task 'arc_easy', question 1: the choice None is no text; correct it"):
         build_suite(byte_tokenizer(True), EvaluationProtocol(("arc_easy",)), TaskSource.of(str(tmp_path), False), 512)
 
 

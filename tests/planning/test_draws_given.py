@@ -85,7 +85,7 @@ def test_the_winner_of_all_draws_is_found_with_fewer(searched) -> None:
     first = draws.rounds[0]
     assert set(first.draws.values()) == {2} and len(first.draws) == 4 and first.others is None
     assert all(one.others <= 0.03 and one.freedom >= 4 for one in draws.rounds[1:])
-    assert "draw 2 for 4 of 18 configurations" in str(first) and "degrees of freedom" in str(draws.rounds[-1])
+    assert "run 2 for 4 of 18 configurations" in str(first) and "degrees of freedom" in str(draws.rounds[-1])
 
 
 @pytest.mark.parametrize("by", ["gold_logprob", "kl"])

@@ -234,14 +234,11 @@ def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
     assert done in plan_text(*argv)
     write_own(OWN.replace("return ", "return -1 * "))
     said = (
-        f"error: experiment {plan.experiment_dir} has 1 trial of method own as it was before its code was changed (own.py, "
-        "taylor.py); give the changed method another name, or start another experiment with --name, which finds again what is in "
-        "the cache beside it"
+        f"error: the code of method own (own.py, taylor.py) was changed after 1 trial of experiment {plan.experiment_dir}; give "
+        "the changed method another name, or start another experiment with --name"
     )
     assert refusal(*argv).strip() == said
-    with pytest.raises(
-        UserError, match="of method own as it was before"
-    ):  # another search may have made them meanwhile
+    with pytest.raises(UserError, match="the code of method own"):  # another search may have made them meanwhile
         experiment.write(store, plan, ["python"])
     assert "(1 of 3 trials are done)" in plan_text(*argv[:3], str(others), *argv[4:])  # random's
     assert "own@" not in plan_text(*argv[:-3], "another", *argv[-2:])

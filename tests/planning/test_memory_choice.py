@@ -92,14 +92,14 @@ def test_a_file_is_for_hidden_states_that_fit_on_its_disk(bound: int, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**room))
     assert str(planned(memory=in_file.total).memory.way) == "by layer, states in a file"
     room["free"] -= 1
-    with pytest.raises(UserError, match=r"with hidden states that need .* are free for them in .*: set TMPDIR to"):
+    with pytest.raises(UserError, match=r"with a file of .* in .*, where .* are free: set TMPDIR to"):
         planned(memory=in_file.total)
 
 
 def test_a_file_in_memory_is_no_place_for_hidden_states(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_file = next(plan for plan in planned().models[0].ways if str(plan.way) == "by layer, states in a file")
     monkeypatch.setattr(machine, "in_memory", lambda _: True)
-    with pytest.raises(UserError, match=r"with hidden states that need .* are free for them in .*: set TMPDIR to"):
+    with pytest.raises(UserError, match=r"with a file of .* in .*, where .* are free: set TMPDIR to"):
         planned(memory=in_file.total)
 
 

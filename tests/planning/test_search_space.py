@@ -138,7 +138,7 @@ def test_steps_are_for_methods_that_read_samples(tmp_path: Path) -> None:
     assert problems(tmp_path, with_value(method="[taylor, magnitude]", steps="[2, 4]")) == [
         (
             len(GOOD) + 1,
-            "steps lists no 1, but magnitude reads no calibration samples, so that nothing can be taken again after a step; add 1, "
+            "steps lists no 1, but magnitude reads no calibration text, so it has nothing to score anew after a step; add 1, "
             "or remove magnitude",
         )
     ]

@@ -147,8 +147,8 @@ def test_what_kuberay_reads_has_the_names_of_its_fields() -> None:
         assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
         assert container["image"].endswith(f"/tune_prune:{tune_prune.__version__}")
     arguments = shlex.split(job["spec"]["entrypoint"])
-    assert arguments[:3] == ["python", "-m", "tune_prune.search"]
-    flags = search_flags.parser().parse_args(arguments[3:])
+    assert arguments[:2] == ["tune-prune", "search"]
+    flags = search_flags.parser().parse_args(arguments[2:])
     assert (flags.address, flags.storage_path.split("/")[1]) == ("auto", "shared")
     assert f"FROM rayproject/ray:{ray.__version__}-py311" in (FILES / "Dockerfile").read_text()
 

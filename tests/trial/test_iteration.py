@@ -139,7 +139,7 @@ def test_steps_meet_a_budget_for_which_the_channels_alone_do_not_suffice(context
 def test_what_reads_no_samples_has_one_step(context, method):
     plan, reports, _ = made(replace(ONE, method=method, steps=3), context)
     assert plan == made(replace(ONE, method=method), context)[0] and reports == [("pruning", 0)]
-    with pytest.raises(UserError, match=f"steps is 3, but {method} reads no calibration samples, .* leave it out"):
+    with pytest.raises(UserError, match=f"steps is 3, but {method} reads no calibration text, .* leave it out"):
         tune_prune.open("tiny-llama", device="cpu").prune(method, steps=3)
 
 

@@ -96,7 +96,10 @@ def test_no_room_for_hidden_states_is_a_failed_record(begun, lose, says, tmp_pat
         lose(patch, tmp_path)
         failed = ended(runner)
     assert (failed.status, failed.stages) == ("failed", [])
-    assert failed.reason.startswith(f"the file for hidden states in {tmp_path / 'waiting'}") and says in failed.reason
+    assert (
+        failed.reason.startswith(f"the file for states between layers in {tmp_path / 'waiting'}")
+        and says in failed.reason
+    )
     assert not settings.store.path(TRIALS).exists() and list((tmp_path / "waiting").iterdir()) == []
     assert ended(begun()[0]).status == "complete"
 
@@ -117,6 +120,6 @@ def test_no_room_while_a_model_is_pruned_is_a_sentence(lose, says, refused, tmp_
         patch.setattr("tune_prune.opened.choose_within", lambda ways, *_: ways[-1])  # with hidden states in a file
         patch.setattr(Trial, "recipe", recipe)
         text = refused(prune.main, "--model", "tiny-llama", *flags, "--output", tmp_path / "out", begun=True)
-    assert text.startswith("error: the file for hidden states in ") and says in text
+    assert text.startswith("error: the file for states between layers in ") and says in text
     gc.collect()  # what an opened model has for itself goes with it
     assert [path.name for path in tmp_path.iterdir()] == ["waiting"] and [*(tmp_path / "waiting").iterdir()] == []

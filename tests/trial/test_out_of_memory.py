@@ -202,7 +202,7 @@ def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_fig
     assert (halved > 0) == (stage in ("removal", "recovery", "kl", "perplexity", "zero_shot"))
     assert ("by layer" in {str(way) for way in tried}) == (stage in ("importance", "steps"))
     said = str(raised.value)
-    first = {"recovery": "dense pass for recovery"}.get(stage, stage)
+    first = {"recovery": "original model for training"}.get(stage, stage)
     assert said.startswith(f"{first} of tiny-llama does not fit into memory, even {tried[-1]} (")
     assert "asked for, " in said and f"the first of {len(tried)} ways tried: resident" in said
     assert not any(p.requires_grad or p.grad is not None for p in context.loaded.model.parameters())
@@ -225,7 +225,7 @@ def test_the_dense_pass_of_a_recovery_takes_smaller_batches(opened, monkeypatch)
 
     metrics, *_ = made("whole")
     monkeypatch.setattr(steps, "head_inputs", limited)
-    what = "memory did not suffice for the stage dense pass for recovery resident, so it was made resident, 1/4 at once"
+    what = "memory did not suffice for the stage original model for training resident, so it was made resident, 1/4 at once"
     assert made("limited") == (metrics, "", (what,))
     assert tried == ["resident", "resident, 1/2 at once", "resident, 1/4 at once"]
 

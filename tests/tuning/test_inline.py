@@ -154,7 +154,7 @@ def test_what_cannot_be_noted_at_an_interrupt_does_not_hide_it(tmp_path, breaks,
     breaks(CONFIGS[0], KeyboardInterrupt())
     assert search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"]) == 130
     said = capfd.readouterr().err
-    assert "warning: what interrupted attempts had computed is not noted: [Errno 28] No space left" in said
+    assert "warning: cost.json leaves out the work of interrupted attempts: [Errno 28] No space left" in said
     assert "finished trials are kept" in said
 
 

@@ -134,7 +134,7 @@ def test_notes_of_the_measurement_are_in_the_record_of_a_cached_trial_too(contex
     key = context.key(CONFIG)
     another = replace(settings, experiment_dir=settings.experiment_dir.with_name("another"))  # with the same cache
     first, again = (messages(worker(of, key))[-1].record for of in (settings, another))
-    assert first.notes == again.notes == ["zero-shot choices are scored one by one: it takes no masks"]
+    assert first.notes == again.notes == ["answers are scored one by one, which takes longer: it takes no masks"]
     assert sum(stage["tokens"] for stage in again.stages) == 0
 
 

@@ -75,7 +75,7 @@ class ArtifactStore:
             except (EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
                 cause = f"damaged ({error})"
         if cause:
-            log.warning("artifact %s is %s; it is computed again", path, cause)
+            log.warning("cached result %s is %s; it is computed again", path, cause)
         return None
 
     def put(self, kind: str, key: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -35,12 +35,9 @@ from tune_prune.core.store import (
 )
 from tune_prune.core.validation import validated
 
-_FORGET_COST = "delete it, and the cost of one pass is not counted, or restore it from a copy"
-_FORGET_COSTS = "delete it: the next search, which may have nothing to run, writes it anew"
-_FORGET_ATTEMPT = "delete it, and what one attempt has cost is not counted, or restore it from a copy"
-_NO_OTHER = (
-    "restore it from a copy, or start another experiment with --name, which finds again what is in the cache beside it"
-)
+_FORGET_COST = "delete it (cost.json counts a little less then), or restore it from a copy"
+_FORGET_COSTS = "delete it: the same search command writes it anew"
+_NO_OTHER = "restore it from a copy, or start another experiment with --name"
 
 
 class Ledger:
@@ -278,8 +275,8 @@ class AttemptLog:
     def _read(self, name: str) -> dict[str, Any] | None:
         values, path = self._store.read(name), self._store.path(name)
         if values is None or is_sealed(values):
-            return None if values is None else _check_seal(self._store, name, values, path, _FORGET_ATTEMPT)
-        raise DamagedFile(path, "not what an attempt at a trial has done (it has no checksum)", _FORGET_ATTEMPT)
+            return None if values is None else _check_seal(self._store, name, values, path, _FORGET_COST)
+        raise DamagedFile(path, "not what an attempt at a trial has done (it has no checksum)", _FORGET_COST)
 
 
 def read_baselines(store: Store) -> dict[str, TrialRecord]:

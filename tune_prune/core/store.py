@@ -1,6 +1,6 @@
 """The names of an experiment's files, and the store in which they are kept: a folder, or object storage.
 
-Every name of a file of an experiment stands here, once; docs/architecture.md says what is in each. A content is complete or
+Every name of a file of an experiment stands here, once; ray_results/README.md says what is in each. A content is complete or
 absent: so workers may write at the same time on any machine that sees the storage, and a kill at any moment loses at most
 what was being written.
 """

@@ -102,9 +102,9 @@ def choose_within(
         raise advised(error, ways, others, step, bounds)
     if plan.total <= bounds.get("device", plan.total) and not plan.fits(bounds):
         raise UserError(
-            f"{what} fits into memory only layer by layer, with hidden states that need {size(plan.away)}, and "
-            f"{size(bounds['file'])} are free for them in {folder or tempfile.gettempdir()}: set TMPDIR to a folder with more "
-            "room, or use fewer or shorter samples"
+            f"{what} fits into memory only layer by layer, with a file of {size(plan.away)} in "
+            f"{folder or tempfile.gettempdir()}, where {size(bounds['file'])} are free: set TMPDIR to a folder with more room, or "
+            "use fewer or shorter samples"
         )
     return plan
 

@@ -67,10 +67,10 @@ def check_cached(run: ModelRun) -> None:
 
 
 _NEED_RIGHT_CHOICES = {  # flag -> what for, and what to do without
-    "--scheduler race-gold": ("compares log-probabilities of right choices", "use --scheduler race"),
-    "--objective gold_logprob": ("looks for the log-probability of right choices", "use --objective accuracy"),
-    "--draws-by gold_logprob": ("compares log-probabilities of right choices", "use --draws-by accuracy"),
-    "--kl-filter": ("compares KLs on text and on questions with their right choices", "leave it out"),
+    "--scheduler race-gold": ("compares log-probabilities of right answers", "use --scheduler race"),
+    "--objective gold_logprob": ("looks for the log-probability of right answers", "use --objective accuracy"),
+    "--draws-by gold_logprob": ("compares log-probabilities of right answers", "use --draws-by accuracy"),
+    "--kl-filter": ("measures on questions with their right answers", "leave it out"),
 }
 
 

@@ -211,7 +211,7 @@ def _check_metric(path: Path, metric: Any) -> None:
     if name not in METRICS or strange or not isinstance(metric.get("aggregation", ""), str):
         what = f"the metric {name}" + (f" with {', '.join(strange)}" if strange else "")
         raise UserError(
-            f"{path} has {what}, and a metric that is not lm-eval's own is a program; use acc and acc_norm, with `aggregation` and "
+            f"{path} has {what}, which would run as a program; use acc and acc_norm, with `aggregation` and "
             f"`higher_is_better`, or {_TRUST}"
         )
 

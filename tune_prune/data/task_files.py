@@ -154,7 +154,7 @@ def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
     """The error for a task whose definition and items do not make requests; notes of `error` say in which item."""
     cause = " ".join(", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]).split())
     return UserError(
-        f"task {task.name!r} cannot be built from {task.definition} and {task.items} ({cause}); correct the definition or the items"
+        f"task {task.name!r} cannot be built from {task.definition} and {task.items} ({cause}); correct one of them"
     )
 
 
@@ -163,18 +163,18 @@ def right_choice(task: str, item: int, gold: Any, choices: Any, by_lm_eval: bool
     it. Raises UserError where one is none of the choices, or a choice is no text."""
     strange = [choice for choice in choices if not isinstance(choice, str)]
     if strange:
-        raise UserError(f"task {task!r}, item {item}: the choice {strange[0]!r:.200} is no text; correct the item")
+        raise UserError(f"task {task!r}, question {item}: the choice {strange[0]!r:.200} is no text; correct it")
     if isinstance(gold, list):
         if by_lm_eval and (not gold or any(type(one) is not int or not 0 <= one < len(choices) for one in gold)):
             raise UserError(
-                f"task {task!r}, item {item}: the right answers {gold!r:.200} are no numbers of its {len(choices)} choices, the "
-                "first of which is 0; correct the item"
+                f"task {task!r}, question {item}: the right answers {gold!r:.200} are no numbers of its {len(choices)} choices, "
+                "which begin with 0; correct them"
             )
         return -1
     index = choices.index(gold) if isinstance(gold, str) and gold in choices else gold
     if not isinstance(index, int) or not 0 <= index < len(choices):
         raise UserError(
-            f"task {task!r}, item {item}: the right answer {gold!r:.200} is none of its {len(choices)} choices; correct the item"
+            f"task {task!r}, question {item}: the right answer {gold!r:.200} is none of its {len(choices)} choices; correct it"
         )
     return index
 
@@ -183,7 +183,7 @@ def check_characters(task: str, item: int, texts: Iterable[str]) -> None:
     """Raises UserError where a text that an item is asked with has half of a character, which no tokenizer takes."""
     if halves := re.search("[\ud800-\udfff]+", "".join(texts)):
         raise UserError(
-            f"task {task!r}, item {item} is asked with {halves[0]!r:.60}, a character in halves; write the whole character, as "
+            f"task {task!r}, question {item} is asked with {halves[0]!r:.60}, a character in halves; write the whole character, as "
             "UTF-8 (YAML does not join JSON's escapes)"
         )
 
@@ -255,7 +255,7 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
             )
         items.append(item)
     if not items:
-        raise UserError(f"{path} has no items; one JSON object a line is needed")
+        raise UserError(f"{path} has no questions; write one JSON object a line")
     return items
 
 
@@ -277,7 +277,7 @@ def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
             pyarrow.array(values)
     except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
         raise UserError(
-            f"{path}: a field has values of different types, or such as no column holds ({error}); give every item the same types"
+            f"{path}: a field has values of different types, or of none that a column holds ({error}); use one type"
         ) from error
     return found
 

@@ -93,7 +93,7 @@ def most_rows(samples: Sequence[Tensor], config: PretrainedConfig, device: str) 
 def head_inputs(model: PreTrainedModel, samples: Sequence[Tensor], residency: Residency = RESIDENT) -> Tensor:
     """What the head of `model` is given at every token of `samples` (LongTensor [T] each): [N, H] on the CPU, in their order."""
     ends, found = list(accumulate(map(len, samples))), torch.empty(0)
-    for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "dense model for KL"):
+    for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "original model for KL"):
         given = tail.head_inputs(states)
         if not len(found):  # once, and no copy of it: those of a long training may be most of what there is
             found = torch.empty(ends[-1], given.shape[-1], dtype=given.dtype)

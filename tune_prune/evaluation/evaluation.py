@@ -88,5 +88,5 @@ class Evaluation:
     def __repr__(self) -> str:
         return (
             f"Evaluation of {self.run.label}: acc_mean {self.acc_mean:.4f} ± {self.acc_mean_stderr:.4f} over {len(self.items):,} "
-            f"items, ppl {self.ppl:.2f}"
+            f"questions, perplexity {self.ppl:.2f}"
         )

@@ -127,11 +127,11 @@ def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instan
 
 
 def _without_tokens(instance: Instance) -> UserError:
-    return UserError(f"{_answer(instance)} has no tokens, so nothing of it can be scored; correct the item")
+    return UserError(f"{_answer(instance)} has no tokens, so nothing of it can be scored; correct it")
 
 
 def _answer(instance: Instance) -> str:
-    return f"task {instance.task_name!r}, item {instance.doc_id}: the answer {instance.args[1][:60]!r}"
+    return f"task {instance.task_name!r}, question {instance.doc_id}: the answer {instance.args[1][:60]!r}"
 
 
 class _Encoding(HFLM):

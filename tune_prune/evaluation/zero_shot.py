@@ -90,7 +90,7 @@ def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request])
         except Exception as error:  # metrics of a definition may raise anything
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"task {task.task_name!r}, item {doc_id} cannot be judged by the task's metrics ({cause}); correct the item, or "
+                f"task {task.task_name!r}, question {doc_id} cannot be judged by the task's metrics ({cause}); correct it, or "
                 "leave out metrics other than acc and acc_norm"
             ) from error
         return Item(task.task_name, doc_id, gold, tuple(requests), (), judged, choices)
@@ -114,8 +114,8 @@ def _judged_by_lm_eval(
     for name, value in accuracies.items():
         if value not in (0, 1):
             raise UserError(
-                f"task {task.task_name!r} judges an item by {name} {value:.4g}; tasks whose items are right (1) or wrong (0) are "
-                "compared here: leave it out"
+                f"task {task.task_name!r} judges a question by {name} {value:.4g}, and only right (1) or wrong (0) can be compared "
+                "here: leave it out"
             )
     if reported not in accuracies:
         raise UserError(
@@ -180,7 +180,7 @@ def _load_from_hub(name: str, limit: int | None, folder: Path) -> Task:
     except Exception as error:  # the hub client has no common class for "offline", "no such data set", "no connection"
         raise UserError(
             f"task {name!r} could not be loaded from the hub ({type(error).__name__}); "
-            f"put its items at tasks/{name}/ of a folder and name that folder with --data-dir"
+            f"put its questions at tasks/{name}/ of a folder and name that folder with --data-dir"
         ) from error
     return task
 
@@ -198,7 +198,7 @@ def _of_the_first_item() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note("in the definition or in item 0")
+        error.add_note("in the definition or in question 0")
         raise
 
 
@@ -213,7 +213,7 @@ def _build_requests(task: Task, limit: int | None, templates: Rendering | None =
     def constructed(doc: dict, ctx: Any, **about: Any) -> Any:
         requests = construct(doc, ctx, **about)
         if not requests:  # lm-eval would go on without the item
-            raise UserError(f"task {task.task_name!r}, item {about['metadata'][1]} has no choices; correct the item")
+            raise UserError(f"task {task.task_name!r}, question {about['metadata'][1]} has no choices; correct it")
         return requests
 
     task.construct_requests = constructed
@@ -235,7 +235,7 @@ def _rendered_once(render: Callable[..., Any], templates: Rendering) -> Callable
                     if value is None:
                         raise ValueError("a field is null, or missing")
                 except Exception as error:
-                    error.add_note(f"in item {len(cached)}")  # lm-eval asks for one after the other
+                    error.add_note(f"in question {len(cached)}")  # lm-eval asks for one after the other
                     raise
                 cached[id(doc)] = doc, value
         return cached[id(doc)][1]

@@ -123,7 +123,7 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         layers = decoder_layers(model, family)
     except AttributeError:
         raise UserError(
-            f"this {family.model_type} model has no {family.layers}; its layout is not the family's"
+            f"this {family.model_type} model has no {family.layers}, as that family has; give the original model"
         ) from None
     hidden = model.config.hidden_size
     pruned = model.config.model_type.startswith(PRUNED_PREFIX)
@@ -135,7 +135,7 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         if unknown:
             raise UserError(
                 f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "
-                "name (fused projections and mixtures of experts are not supported)"
+                "name; give a model without fused projections or experts, or add it there (CONTRIBUTING.md)"
             )
         parts = family.linears(layer)
         for roles in (ATTENTION, MLP):
@@ -145,16 +145,16 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
                 path = family.projections()[role]
                 module = _submodule(layer, path)
                 if module is None:
-                    raise UserError(f"{where} has no {path}; its layout is not the family's")
+                    raise UserError(f"{where} has no {path}, as that family has; give the original model")
                 if not isinstance(module, nn.Linear):
                     raise UserError(
-                        f"{where}: {path} is a {type(module).__name__}; only plain linear layers can be pruned"
+                        f"{where}: {path} is a {type(module).__name__}, and only linear ones can be pruned; give the original model"
                     )
         if "query" in parts:
             _check_head_norms(layer, family, where)
         if not (_attention_fits(layer, family, hidden) and _mlp_fits(parts, hidden)):
             raise UserError(
-                f"{where}: the shapes of its projections do not belong together (already pruned by another tool?)"
+                f"{where}: its projections do not fit together, as after pruning by another tool; give the original model"
             )
 
 
@@ -164,8 +164,8 @@ def _check_head_norms(layer: nn.Module, family: Family, where: str) -> None:
         size = sum(p.numel() for p in layer.get_submodule(f"{family.attention}.{norm}").parameters())
         if size != head_dim:
             raise UserError(
-                f"{where}: {family.attention}.{norm} has {size} parameters, not the {head_dim} of one head; norms over "
-                "several heads cannot be pruned"
+                f"{where}: {family.attention}.{norm} has {size} parameters, not the {head_dim} of one head, and norms over "
+                "several heads cannot be pruned; choose another model"
             )
 
 

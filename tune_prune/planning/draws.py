@@ -26,8 +26,8 @@ from tune_prune.planning.recoveries import is_withheld
 
 _BEST = {
     "accuracy": "the most accurate",
-    "gold_logprob": "those with the highest log-probability of right choices",
-    "kl": "those with the lowest KL to the dense model",
+    "gold_logprob": "the best by right answers",
+    "kl": "the closest to the original",
 }  # by --draws-by
 
 
@@ -50,14 +50,14 @@ class Round:
         names = list(self.draws)
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         number = "/".join(map(str, sorted(set(self.draws.values()))))
-        text = f"{self.model}: draw {number} for {len(names)} of {self.of} configurations ({shown}): "
+        text = f"{self.model}: run {number} for {len(names)} of {self.of} configurations ({shown}): "
         best = _BEST[self.by]
         if self.others is None:
-            return text + f"{best} by one draw, to see how far draws lie apart"
+            return text + f"{best} by one run, to see how far runs differ"
         apart = f"{self.spread_nats:.3f} nats" if self.spread_points is None else f"{self.spread_points:.1f} points"
         return text + (
-            f"they may still be {best} of all draws, the others with a chance of {self.others:.1%} together; draws lie "
-            f"{apart} apart ({self.freedom} degrees of freedom)"
+            f"they could still be {best}, the others with a chance of {self.others:.1%} together; runs differ by {apart} "
+            f"({self.freedom} degrees of freedom)"
         )
 
     def to_dict(self) -> dict[str, Any]:

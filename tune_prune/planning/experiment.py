@@ -123,9 +123,9 @@ def _check_code(store: Store, records: Iterable[TrialRecord], methods: Iterable[
         if others := sum(record.method_code not in ("", method.code) for record in own):
             files = [f"{name}.py" for name in (method.name, *sorted({parse(one)[0] for one in method.statistics}))]
             raise UserError(
-                f"experiment {store.folder} has {others} trial{'s' * (others > 1)} of method {method.name} as it was before "
-                f"its code was changed ({', '.join(files)}); give the changed method another name, or start another experiment "
-                "with --name, which finds again what is in the cache beside it"
+                f"the code of method {method.name} ({', '.join(files)}) was changed after {others} "
+                f"trial{'s' * (others > 1)} of experiment {store.folder}; give the changed method another name, or start another "
+                "experiment with --name"
             )
 
 
@@ -289,10 +289,10 @@ def _with_files(record: TrialRecord, store: Store, path: Location) -> TrialRecor
         found = accuracies(contents[ITEMS]) if ITEMS in contents and record.status == "complete" else {}
     except (KeyError, pyarrow.ArrowException) as error:
         step = f"delete {path} to have that trial run again, or restore the file from a copy"
-        raise DamagedFile(folder.path(ITEMS), f"no table of items ({error})", step) from error
+        raise DamagedFile(folder.path(ITEMS), f"no table of answers ({error})", step) from error
     for name, accuracy in found.items():
         if abs(accuracy - (recorded := record.metrics.get(name, accuracy))) > _ROUNDING:
-            what = f"contradicted by the items of its trial: its {name} is {recorded:g}, theirs {accuracy:g}"
+            what = f"contradicted by the answers of its trial: its {name} is {recorded:g}, theirs {accuracy:g}"
             raise DamagedFile(path, what)
     return replace(record, files={name: file_checksum(content) for name, content in contents.items()})
 

@@ -99,17 +99,17 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
             f"measured on one of several kinds of GPU, whose kernels differ in the last bits: {', '.join(plan.gpu_names)}"
         )
     if any(not work.zero_shot.exact for work in works):
-        notes.append("~ zero-shot tokens are estimated: the hub's items are read once the search has started")
+        notes.append("~ tokens of benchmarks are estimated: the hub's questions are read when the search starts")
     stops = ([] if settings.scheduler == "none" else [settings.scheduler]) + ["the KL filter"] * settings.kl_filter
     if stops:
         notes.append(f"an upper bound: {' and '.join(stops)} stop{'s' if len(stops) == 1 else ''} trials early")
     elif plan.space.search == "optuna":
-        notes.append("an upper bound: trials at the same seq_len share their passes")
+        notes.append("an upper bound: trials of one seq_len share their work on the original model")
     if settings.draws is not None:
-        notes.append("an upper bound: draws beyond the first are for configurations that may still be the best")
+        notes.append("an upper bound: runs beyond the first are for configurations that could still be the best")
     if settings.recover is not None:
         notes.append(
-            f"an upper bound: training is for at most {settings.recover} configurations that may still be the best"
+            f"an upper bound: training is for at most {settings.recover} configurations that could still be the best"
         )
     adaptive = plan.space.search == "optuna"
     start_s = INLINE_START_S if settings.inline else WORKER_START_S

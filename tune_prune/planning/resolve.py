@@ -34,8 +34,7 @@ def space(settings: SearchSettings) -> SearchSpace:
         )
     if settings.draws is None and settings.draws_by != "accuracy":
         raise UserError(
-            f"--draws-by {settings.draws_by} is for --draws, which gives more draws to what may be the best; leave it out or add "
-            "--draws 3"
+            f"--draws-by {settings.draws_by} says which configurations --draws repeats; add --draws 3, or leave it out"
         )
     ratio, shape, seeds = settings.pruning_ratio, settings.shape, settings.seeds or _draws(settings, loaded)
     flags = {
@@ -103,12 +102,12 @@ def _draws(settings: SearchSettings, loaded: SearchSpace) -> tuple[int, ...] | N
         return None
     if "seed" in loaded.given:
         raise UserError(
-            f"--draws {settings.draws} gives draws to those that need them, but {loaded.path} says on which seeds every "
-            "configuration is measured; leave one of them out"
+            f"--draws {settings.draws} repeats only promising configurations, but {loaded.path} sets `seed` for all of them; "
+            "leave one of the two out"
         )
     if (settings.search or loaded.search) == "optuna":
         raise UserError(
-            f"--draws {settings.draws} is for a grid, of which it compares all configurations on one draw first; leave it out, or "
+            f"--draws {settings.draws} is for a grid, as it runs every configuration once before it repeats any; leave it out, or "
             "use --search grid"
         )
     seeds = tuple(range(settings.seed, settings.seed + settings.draws))
@@ -123,13 +122,13 @@ def _check_recover(settings: SearchSettings, loaded: SearchSpace) -> None:
     """Raises UserError where --recover does not fit the rest."""
     if (settings.search or loaded.search) == "optuna":
         raise UserError(
-            f"--recover {settings.recover} is for a grid, whose best it trains once all are measured; leave it out, or use "
+            f"--recover {settings.recover} is for a grid, as it trains the best once all are tested; leave it out, or use "
             "--search grid"
         )
     asked = loaded.values["recovery"]
     if "recovery" in loaded.given and len(asked) == 1:
         raise UserError(
-            f"--recover {settings.recover} trains the best of what was measured without training, but {loaded.path} says "
+            f"--recover {settings.recover} trains the best of the untrained configurations, but {loaded.path} says "
             f"`recovery: {asked[0]}`; write `recovery: [none, lora]` there, or leave one of them out"
         )
 
@@ -140,15 +139,14 @@ def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> Non
     seeds = searched.values["seed"]
     if searched.search == "optuna":
         raise UserError(
-            f"{len(seeds)} seeds ({', '.join(map(str, seeds))}) are for a grid, which measures every configuration on each "
-            "of them; name one seed, or use --search grid"
+            f"{len(seeds)} seeds ({', '.join(map(str, seeds))}) are for a grid, which runs every configuration with each of "
+            "them; name one seed, or use --search grid"
         )
     if settings.scheduler != "none" or settings.kl_filter:
         flag = "--kl-filter" if settings.scheduler == "none" else f"--scheduler {settings.scheduler}"
         raise UserError(
-            f"{flag} stops single trials, but a configuration is the mean of {len(seeds)} draws here "
-            f"(seeds {', '.join(map(str, seeds))}), of which none may be stopped; leave one of them out, or give --draws "
-            f"{len(seeds)} in place of the seeds, which goes on with what the first draw leaves"
+            f"{flag} stops single trials, but here a configuration is the mean of {len(seeds)} of them "
+            f"(seeds {', '.join(map(str, seeds))}); leave one of the two out, or give --draws {len(seeds)} in place of the seeds"
         )
 
 

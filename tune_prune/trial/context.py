@@ -130,8 +130,8 @@ class TrialContext:
             self.artifacts.put("items_in_calibration", key, {"count": np.array(found)})
         if found:
             log.warning(
-                "calibration text %s holds %d of the %d measured items with their right answers, so what is pruned by it looks "
-                "better on the tasks than it is: measure other items, or take these out of the text",
+                "calibration text %s contains %d of the %d tested questions with their answers, which flatters what is pruned "
+                "with it: take them out of the text, or test on other questions (docs/data.md)",
                 *(text, found, suite.num_items),
             )
         return found
@@ -159,7 +159,7 @@ class TrialContext:
     def notes(self) -> tuple[str, ...]:
         """Caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
         refused = self.fitted("zero_shot", "measure", lambda _: self._sharing_unsupported)
-        notes = (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
+        notes = (f"answers are scored one by one, which takes longer: {refused}",) if refused else ()
         return caveats(self.loaded.tokenizer, self.suite) + notes
 
     def measure_perplexity(self, recipe: Recipe) -> tuple[PerplexityResult, int]:

@@ -134,20 +134,19 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
     same_words = _words(loaded.tokenizer) == _words(own.tokenizer)
     if not same_words or not torch.equal(dense.perplexity_tokens, context.perplexity_tokens):
         raise UserError(
-            f"{run.label} cannot be compared with {base.label}, whose tokenizer is another one; name the model that it was pruned "
+            f"{run.label} cannot be compared with {base.label}, which has another tokenizer; name the model that it was pruned "
             "from with --base"
         )
     if Head(loaded.model).scale != Head(own.model).scale:
         raise UserError(
-            f"{run.label} cannot be compared with {base.label}, whose logits are scaled otherwise (a GGUF file has a Granite model "
-            "as a Llama model, its scales in the weights); measure the KL of the checkpoint in Hugging Face format"
+            f"{run.label} cannot be compared with {base.label}, whose logits are scaled otherwise, as those of a Granite model "
+            "in a GGUF file; measure the checkpoint in Hugging Face format"
         )
     heads = list(zip(_head(loaded), _head(own), strict=True))
     if not all(torch.equal(one, other) for one, other in heads):  # else both logits could not be made by one head
         raise UserError(
-            f"{run.label} cannot be compared with {base.label}: pruning leaves the output head as it is, and theirs differ in "
-            f"{run.dtype}; name the model that it was pruned from with --base, or measure in the data type that it was saved in "
-            "with --dtype"
+            f"{run.label} cannot be compared with {base.label}: their output heads differ in {run.dtype}; name the model that it "
+            "was pruned from with --base, or the data type that it was saved in with --dtype"
         )
     return dense
 

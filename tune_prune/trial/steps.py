@@ -102,7 +102,7 @@ def _dense_states(context: TrialContext, windows: torch.Tensor) -> torch.Tensor:
         return head_inputs(dense.model, samples, replace(dense.residency.forward_only, halvings=halvings))
 
     states = context.fitted(
-        "dense pass for recovery",
+        "original model for training",
         "forward",
         run,
         lambda: context.halvings(rows, windows.shape[1], context.loaded.residency.forward_only),

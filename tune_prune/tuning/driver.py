@@ -164,7 +164,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
             try:
                 lost.note_all()
             except Exception as error:  # noqa: BLE001  # said
-                warn(f"what interrupted attempts had computed is not noted: {error}")
+                warn(f"cost.json leaves out the work of interrupted attempts: {error}")
             raise
         finally:
             line.end()

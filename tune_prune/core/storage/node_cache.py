@@ -68,7 +68,9 @@ class NodeCachedStore(ObjectStore):
         try:
             self._near.put(name, content)
         except OSError as error:
-            log.warning("%s is not cached on this machine (%s)", self.path(name), error)
+            log.warning(
+                "%s is not cached on this machine (%s), and is fetched again when it is needed", self.path(name), error
+            )
 
 
 def _trim(folder: Path) -> None:

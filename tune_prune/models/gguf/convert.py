@@ -148,7 +148,7 @@ def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         raise UserError(
-            f"GGUF file {file} describes no {about.architecture} model that can be built ({error})"
+            f"GGUF file {file} describes no {about.architecture} model that can be built ({error}); download it again"
         ) from error
     config.architectures = [type(model).__name__]
     return model

@@ -82,7 +82,9 @@ def _sha256(file: Path) -> str:
         with file.open("rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"model file {file} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"model file {file} cannot be read ({error.strerror or error}); name a file that you may read"
+        ) from error
     with contextlib.suppress(OSError):  # `convert` says where nothing can be written
         kept.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(kept, found)

@@ -106,8 +106,8 @@ class SpilledStates(MutableMapping[Hashable, Tensor]):
 
     def _error(self, what: str, error: OSError) -> UserError:
         return UserError(
-            f"the file for hidden states in {self._folder or tempfile.gettempdir()} {what} ({error.strerror}); make room there, or "
-            "set TMPDIR to another folder"
+            f"the file for states between layers in {self._folder or tempfile.gettempdir()} {what} ({error.strerror}); make room "
+            "there, or set TMPDIR to another folder"
         )
 
 

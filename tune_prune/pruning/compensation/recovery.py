@@ -120,7 +120,7 @@ def lora(
         before = float(kept["before"])
         training.restore(kept)
     samples, targets, saved = windows[fitted], dense[fitted], time.monotonic()
-    with progress.step("recovery", lambda: steps, "steps", lambda: training.done) as advance, progress.hidden():
+    with progress.step("training", lambda: steps, "steps", lambda: training.done) as advance, progress.hidden():
         while training.done < steps:
             rows = torch.arange(training.done * ROWS, (training.done + 1) * ROWS) % len(samples)
             training.step(samples[rows], targets[rows])

@@ -99,7 +99,7 @@ def least_squares(
     if residency.weights is not None:
         weights = SpilledStates(torch.device("cpu"), residency.spill_folder)
     blocks = []
-    with progress.step("refit", lambda: last + 1, "layers") as advance:
+    with progress.step("repair", lambda: last + 1, "layers") as advance:
         carried = runner.embedded(batches)
         for index, layer in runner.layers(range(last + 1)) if last >= 0 else ():
             found = {role: _Inputs(kept) for role, kept in cut[index].items()}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # Of a method without statistics, in sentences
-NO_STEPS = "reads no calibration samples, so that nothing can be taken again after a step"
+NO_STEPS = "reads no calibration text, so it has nothing to score anew after a step"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tune_prune.tuning.preparation import Work
 class Observer:
     """Follows a search: each piece of work is a trial or a preparation job. A subclass overrides what it cares for."""
 
-    title = "a view of the search"  # what people call what it shows
+    title = "a file of the search"  # what people call what it shows
 
     def on_begin(self) -> None:
         """Before anything is handed out."""

@@ -112,7 +112,7 @@ def end_by_error(
     observers.on_error(work, last, error)
     for other in not_run:
         progress = TrialProgress(other.key, other.run.label, other.config, "", "")
-        reason = f"not run: it needs what another trial on the same samples has died of ({last_line(error)})"
+        reason = f"not run: another trial with the same samples died of what this one needs, too ({last_line(error)})"
         record = settings.write_record(progress, "failed", reason, failure_of(error))
         message = TrialMessage(progress, record=record)
         observers.on_start(other)

@@ -153,8 +153,8 @@ def _lets_in(address: str) -> bool:
         return False
     if not {member.hex() for member in members} & set(find_node_ids()):
         raise UserError(
-            f"this machine is no node of the Ray cluster at {address}: join it first (`ray start --address={address}`, with "
-            "--num-cpus=0 if no trial is to run here), or start the search on one of its nodes"
+            f"this machine is no node of the Ray cluster at {address}: start the search on one of "
+            f"its nodes, or join it: `ray start --address={address}`, with --num-cpus=0 to run no trials here"
         )
     return True
 

@@ -49,7 +49,7 @@ class AshaRule(StoppingRule):
         if weak:
             self.reasons[key] = (
                 f"stopped by the scheduler at acc_mean {accuracy:.4f} after {message.stage.items_scored} of "
-                f"{message.stage.items_total} zero-shot items"
+                f"{message.stage.items_total} questions"
             )
         return weak
 

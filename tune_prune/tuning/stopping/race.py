@@ -81,7 +81,7 @@ class RaceRule(StoppingRule):
         rival = f"{self._specs[verdict.rival].config.name}-{verdict.rival[:6]}"
         return (
             f"stopped by the race: behind {rival} by {self._measure.text(verdict.difference, verdict.standard_error)} on "
-            f"{verdict.items:,} of {items_total:,} items (limit {verdict.limit:.1f} standard errors, confidence "
+            f"{verdict.items:,} of {items_total:,} questions (limit {verdict.limit:.1f} standard errors, confidence "
             f"{self._confidence:.0%} for all trials of the model)"
         )
 
@@ -105,7 +105,7 @@ def read_outcomes(path: Location, num_slices: int, measure: Measure = ACCURACY) 
     except (OSError, pyarrow.ArrowException, KeyError, IndexError) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"the items of a complete trial cannot be read from {path} ({cause}), so no trial can race against it; restore the "
-            f"file, or remove the record {path.parent.name}.json from the ledger to run that trial again"
+            f"the answers of a complete trial cannot be read from {path} ({cause}); restore the file, or delete "
+            f"{path.parent.name}.json in the folder ledger to run that trial again"
         ) from error
     return [{task: of_task for task, of_task in slices.items() if of_task} for slices in scores]
