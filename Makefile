@@ -1,5 +1,6 @@
 # Everything a fresh machine needs is Python >= 3.11 with pip.
-#   make demo    whole search (45 trials) on an embedded model, its analysis in results/, its best model in results/tiny-llama-pruned
+#   make demo    six trials on a toy model for a first result, then a whole search (45 trials), its report in results/ and its best
+#                model in results/tiny-llama-pruned; installs what tune_prune needs and not the developers' tools
 #   make test    the tests, but for those that make test-slow runs: whole searches, kills of them, benchmarks, and most of what takes
 #                five seconds (twenty minutes more)
 #   make test-oldest   the tests of checkpoints with the oldest packages that pyproject.toml admits, in .venv-oldest
@@ -13,6 +14,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-demo
 READY := $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.installed
@@ -22,12 +24,16 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-oldest torture study lint check format train clean
 
-demo: $(READY)
-	$(BIN)/python -m tune_prune.search --model tiny-llama
-	@echo
-	$(BIN)/python -m tune_prune.analysis ray_results/tiny-llama-20-paper_grid --output results
-	@echo
-	$(BIN)/python -m tune_prune.prune --config ray_results/tiny-llama-20-paper_grid --output results/tiny-llama-pruned --overwrite
+demo: $(INSTALLED)
+	@echo "1 of 4: a first search, 6 ways to prune the toy model tiny-llama; a minute"
+	$(BIN)/tune-prune search --model tiny-llama --search-space smoke
+	@echo; echo "2 of 4: a whole search, 45 ways; minutes (stop it with Ctrl-C, and make demo goes on)"
+	$(BIN)/tune-prune search --model tiny-llama
+	@echo; echo "3 of 4: the report"
+	$(BIN)/tune-prune analysis ray_results/tiny-llama-20-paper_grid --output results
+	@echo; echo "4 of 4: the best model, saved"
+	$(BIN)/tune-prune prune --config ray_results/tiny-llama-20-paper_grid --output results/tiny-llama-pruned --overwrite
+	@echo; echo "Open results/report.html. To type these commands yourself: source $(BIN)/activate"
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
@@ -58,12 +64,19 @@ format: $(READY)
 train: $(READY)
 	$(BIN)/python scripts/train_embedded_models.py
 
-$(READY): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; name one: make PYTHON=python3.11 demo"; exit 2; }
-	@echo "setting up $(VENV) with the versions of constraints.txt (a few minutes, once)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing tune_prune into $(VENV), once (a few minutes): torch, transformers, Ray and what they need"
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $(INSTALLED)
+
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setting up $(VENV) with the versions of constraints.txt and the developers' tools (a few minutes, once)"
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	@touch $(READY)
+	@touch $(INSTALLED) $(READY)
 
 $(OLDEST_READY): pyproject.toml scripts/oldest_requirements.py
 	@echo "setting up $(OLDEST) with the oldest versions that pyproject.toml admits (a few minutes, once)"

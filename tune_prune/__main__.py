@@ -1,4 +1,4 @@
-"""`tune-prune COMMAND ...` or `python -m tune_prune COMMAND ...`: the same command lines under one name."""
+"""`tune-prune COMMAND ...` or `python -m tune_prune COMMAND ...`: every command line under one name, and their page."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import versions
 
 COMMANDS = {  # module, what it does
-    "search": ("tune_prune.search", "prune a model by every configuration of a search space, and measure each"),
-    "analysis": ("tune_prune.analysis.command", "turn the trials of a search into a decision with its evidence"),
-    "prune": ("tune_prune.prune", "save a pruned model as a checkpoint that loads elsewhere"),
-    "evaluate": ("tune_prune.evaluate", "measure a model: perplexity and zero-shot accuracy"),
-    "speed": ("tune_prune.speed", "measure how fast pruned models are beside their dense model"),
+    "search": ("tune_prune.search", "try many ways to prune a model, and test each"),
+    "analysis": ("tune_prune.analysis.command", "report on a search: which way is best, and how sure that is"),
+    "prune": ("tune_prune.prune", "save the best pruned model"),
+    "evaluate": ("tune_prune.evaluate", "test any model: perplexity and accuracy on benchmarks"),
+    "speed": ("tune_prune.speed", "measure how fast a pruned model is beside the original"),
 }
 HELP = "\n".join(
     [
-        "usage: tune-prune COMMAND ... (or python -m tune_prune COMMAND ..., python -m tune_prune.COMMAND ...)",
-        "\nMake a language model smaller with as little harm as possible.\n",
+        "usage: tune-prune COMMAND [options]",
+        "\nMake a language model smaller, and see what it costs you.\n",
         *(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items()),
-        "\nEach has --help; --version prints versions. A first try: tune-prune search --model tiny-llama --search-space smoke",
+        "\na first try, in a minute on a CPU:",
+        "  tune-prune search --model tiny-llama --search-space smoke",
+        "\nEach command has --help. tune-prune --version prints versions.",
     ]
 )
 
@@ -35,11 +37,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _without_command(argv: list[str]) -> None:
-    if not argv:
-        raise UserError(f"no command was given; known: {', '.join(COMMANDS)} (each with --help)")
-    if argv[0] not in ("-h", "--help", "--version"):
-        raise UserError(f"unknown command {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}")
-    say(versions() if argv[0] == "--version" else HELP)
+    name = argv[0] if argv else "--help"
+    if name not in ("-h", "--help", "--help-all", "--version"):
+        raise UserError(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
+    say(versions() if name == "--version" else HELP)
 
 
 if __name__ == "__main__":

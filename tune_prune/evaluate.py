@@ -22,12 +22,19 @@ from tune_prune.core.terminal.parser import Once, Parser
 def parser() -> Parser:
     p = Parser(
         prog="tune-prune evaluate",
-        description="Measure a language model as a search measures its trials: perplexity and zero-shot accuracy.",
+        usage="--model NAME",
+        description="Test a model, original or pruned, as a search tests it: perplexity and accuracy on benchmarks.",
         examples={
-            "--model tiny-llama": "a dense model",
-            "--model DIR --limit 100": "a pruned checkpoint, on part of the items",
-            "--model DIR --kl": "and how far it is from its dense model",
-            "--model DIR --data-dir DATA --tasks boolq,piqa": "without a hub, two tasks",
+            "--model DIR --limit 100": "a pruned model, on 100 questions of each benchmark",
+            "--model tiny-llama": "an original model, on all",
+            "--model DIR --kl": "and how far a pruned model is from its original",
+            "--model DIR --data-dir DATA --tasks boolq,piqa": "without a hub, two benchmarks",
+        },
+        common={
+            "what to test": ("--model", "--data-dir", "--tasks"),
+            "faster or more thorough": ("--limit", "--perplexity-tokens", "--kl"),
+            "where it runs": ("--device", "--memory", "--dtype"),
+            "what is kept": ("--output",),
         },
     )
     p.add_argument("--model", type=flags.text, action=Once, required=True, metavar="NAME", help=flags.MODEL_HELP)
@@ -35,13 +42,13 @@ def parser() -> Parser:
     p.add_argument(
         "--kl",
         action="store_true",
-        help="measure the KL divergence of a pruned checkpoint from its dense model, too, as a search does (default: no)",
+        help="of a pruned model, how far its predictions moved, too (KL; default: no)",
     )
     p.add_argument(
         "--base",
         type=flags.text,
         metavar="DIR",
-        help="with --kl: where the dense model is now, hub id, folder or GGUF file (default: where tune_prune.json says)",
+        help="with --kl: where the original model is now, hub id, folder or GGUF file (default: where tune_prune.json says)",
     )
     flags.add_measurement_flags(p)
     p.add_argument(
@@ -49,11 +56,11 @@ def parser() -> Parser:
         type=flags.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
-        help="seed of the order of the items (default: 0)",
+        help="decides the order of the questions (default: 0)",
     )
     flags.add_memory_flag(p, "the measurement")
     flags.add_device_flag(p)
-    p.add_argument("--output", type=flags.text, metavar="FILE", help="file to write all numbers to, as JSON")
+    p.add_argument("--output", type=flags.text, metavar="FILE", help="file for all numbers, as JSON")
     return p
 
 

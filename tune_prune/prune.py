@@ -30,38 +30,50 @@ if TYPE_CHECKING:
     from tune_prune.opened import Model
 
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
+# The flags that --help shows, by wish; --help-all has all of them.
+COMMON = {
+    "the best of a search": ("--config", "--model"),
+    "what is saved": ("--output", "--format", "--measure"),
+    "without a search": (
+        *("--method", "--seq-len", "--num-samples", "--calibration", "--pruning-ratio", "--shape", "--compensation"),
+        "--recovery",
+    ),
+}
 
 
 def parser() -> Parser:
     p = Parser(
         prog="tune-prune prune",
-        description="Prune a language model by one configuration and save it as a checkpoint that transformers or llama.cpp loads.",
+        usage="--config EXPERIMENT --output DIR",
+        description="Save a pruned model that transformers, vLLM or llama.cpp loads: the best of a search, or one by flags.",
         examples={
             "--config ray_results/NAME --output DIR": "the best of a search",
             "--model tiny-llama --method taylor --seq-len 64 --num-samples 128 --output DIR": "one by flags",
         },
+        common=COMMON,
     )
     p.add_argument(
         "--output",
         type=flags.text,
         required=True,
         metavar="DIR",
-        help="folder to write, which must not exist (but see --overwrite)",
+        help="folder to write, a new one",
     )
     what = p.add_argument_group(
         "what is pruned, and how: the best configuration of a search (--config), or one by flags"
     )
     what.add_argument(
         "--config", type=flags.text, metavar="FILE",
-        help="folder of an experiment, its global_best_config.json, or the best_config.json of an analysis",
+        help="a search, as ray_results/NAME, or best_config.json of an analysis",
     )  # fmt: skip
     what.add_argument(
         "--model", type=flags.text, action=Once, metavar="NAME",
-        help=f"{flags.MODEL_HELP}; with --config, which of its models, e.g. tiny-llama@0.3 (default: the only one)",
+        help=f"{flags.MODEL_HELP}; with --config one of "
+        "its models, as tiny-llama@0.3 (default: the only one)",
     )  # fmt: skip
     what.add_argument(
         "--base", type=flags.text, metavar="DIR",
-        help="with --config: where the dense model is now, hub id, folder or GGUF file (default: where it was searched)",
+        help="with --config: where the original model is now, hub id, folder or GGUF file (default: where it was)",
     )  # fmt: skip
     what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     flags.add_hyperparameter_flags(what, HYPERPARAMETERS)
@@ -69,31 +81,33 @@ def parser() -> Parser:
         "--data-dir",
         type=flags.text,
         metavar="DIR",
-        help="folder of text files, laid out as in docs/data.md (default: none)",
+        help="folder of your own texts, as in docs/data.md (default: none)",
     )
     how = p.add_argument_group("how it is saved")
     how.add_argument(
-        "--format", choices=("hf", "hf-padded", "gguf"), default="hf",
-        help="hf: layers as they are; hf-padded: zeros up to the widest layer, the family's own class; gguf: for llama.cpp "
-        "(default: %(default)s)",
+        "--format", choices=("hf", "hf-padded", "gguf"), default="hf", metavar="FORMAT",
+        help="""the files (default: %(default)s)
+        hf         for transformers; of shape uniform for vLLM and others, too
+        hf-padded  a plain model of its family, zeros fill it up: hardly smaller
+        gguf       for llama.cpp and Ollama""",
     )  # fmt: skip
     how.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="data type of the saved weights (default: the base model's own)",
+        help="data type of the saved weights (default: the original model's)",
     )
     how.add_argument(
         "--shard-gb",
         type=flags.gigabytes,
         default=5.0,
         metavar="GB",
-        help="size of the largest weight file, in 10^9 bytes (default: 5)",
+        help="largest size of a weight file, in 10^9 bytes (default: 5)",
     )
-    how.add_argument("--overwrite", action="store_true", help="replace a checkpoint of tune_prune at --output")
+    how.add_argument("--overwrite", action="store_true", help="replace a pruned model at --output")
     how.add_argument(
         "--measure",
         action="store_true",
-        help="also measure speed (tokens/s) and memory of the dense and the pruned model",
+        help="also measure speed and memory, of the original model, too",
     )
     flags.add_memory_flag(how, "pruning")
     flags.add_device_flag(how)

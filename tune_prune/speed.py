@@ -33,48 +33,51 @@ BATCH = 1  # of what a person waits for; throughput of large batches is another 
 def parser() -> Parser:
     p = Parser(
         prog="tune-prune speed",
-        description="Measure how fast pruned models are beside their dense model: prefill and decode, in turns.",
+        usage="(--config EXPERIMENT | --model DIR)",
+        description="Measure how fast pruned models read a prompt and write an answer, beside their original, in turns.",
         examples={
-            "--config ray_results/NAME": "what the rules of the analysis choose in a search; then run the analysis again",
-            "--model DIR": "a pruned checkpoint",
+            "--config ray_results/NAME": "the best ones of a search; then run tune-prune analysis again",
+            "--model DIR": "a pruned model",
             "--model DIR --prompt-tokens 2048 --new-tokens 128 --device cuda": "for longer requests, on a GPU",
+        },
+        common={
+            "what to measure": ("--config", "--model", "--all"),
+            "your requests": ("--prompt-tokens", "--new-tokens"),
+            "where it runs": ("--device", "--dtype"),
+            "surer, and what is kept": ("--repeats", "--output"),
         },
     )
     p.add_argument(
         "--config",
         type=flags.text,
         metavar="FOLDER",
-        help="an experiment: measure configurations of it, and keep the speeds there",
+        help="a search: measure its best configurations, and keep the speeds there",
     )
     p.add_argument(
         "--model", type=flags.text, action=Once, metavar="NAME",
-        help=f"{flags.MODEL_HELP}; a pruned checkpoint is measured beside its dense model; with --config, which of its models, "
-        "e.g. tiny-llama@0.3 (default: all)",
+        help=f"{flags.MODEL_HELP}; with --config one of its models, as tiny-llama@0.3 (default: all)",
     )  # fmt: skip
     p.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     p.add_argument(
         "--base", type=flags.text, metavar="DIR",
-        help="where the dense model is now, hub id, folder or GGUF file (default: where tune_prune.json or the search says)",
+        help="where the original model is now, hub id, folder or GGUF file (default: where tune_prune.json or the search says)",
     )  # fmt: skip
     p.add_argument(
         "--all", action="store_true",
-        help="with --config: measure every complete configuration (default: those that a rule of the analysis chooses, such as "
-        "pareto)",
+        help="with --config: every complete configuration (default: what a rule of tune-prune analysis chooses)",
     )  # fmt: skip
-    p.add_argument(
-        "--overwrite", action="store_true", help="with --config: measure again what was measured in the same way"
-    )
+    p.add_argument("--overwrite", action="store_true", help="with --config: measure anew what was measured")
     p.add_argument(
         "--prompt-tokens", type=whole_number(1, 10**6), default=512, metavar="N",
-        help="tokens of the prompt, fewer where a model has fewer positions (default: %(default)s)",
+        help="tokens of the prompt, at most what the model takes (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--new-tokens", type=whole_number(1, 10**6), default=64, metavar="N",
-        help="tokens that are decoded, one by one with the cache (default: %(default)s)",
+        help="tokens of the answer (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--repeats", type=whole_number(1, 1000), default=5, metavar="N",
-        help="rounds in which both models take their turns, after one that does not count (default: %(default)s)",
+        help="times that both models take their turn, after one that does not count (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--dtype",
@@ -83,7 +86,7 @@ def parser() -> Parser:
     )
     flags.add_device_flag(p)
     p.add_argument(
-        "--output", type=flags.text, metavar="FILE", help="with --model alone: file to write all numbers to, as JSON"
+        "--output", type=flags.text, metavar="FILE", help="with --model alone: file for all numbers, as JSON"
     )
     return p
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tune_prune.__main__ import HELP
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 
@@ -24,9 +25,9 @@ FEWER = ["--search-space", "smoke", "--limit", "5", "--name", NAME]
 def demo() -> list[list[str]]:
     """The commands of `make demo`, with this Python."""
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndemo:")[1].split("\n\n")[0]
-    lines = re.findall(r"^\t\$\(BIN\)/python (.+)$", recipe, re.MULTILINE)
-    assert len(lines) == 3 and "tune_prune.search" in lines[0]
-    return [[sys.executable, *line.split()] for line in lines]
+    lines = re.findall(r"^\t\$\(BIN\)/tune-prune (.+)$", recipe, re.MULTILINE)
+    assert len(lines) == 4 and f"tune-prune {lines[0]}\n" in HELP  # the first try that the program's page names
+    return [[sys.executable, "-m", "tune_prune", *line.split()] for line in lines]
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_a_demo_that_was_killed_in_the_middle_ends_right_when_it_is_run_again(
 ) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "    make demo    # killed in the middle: Ctrl-C, kill -9, a power cut\n    make demo    # goes on" in readme
-    search, *others = demo()
+    _, search, *others = demo()
     ledger = Ledger(FolderStore(tmp_path / "ray_results" / NAME))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 

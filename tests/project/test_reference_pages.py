@@ -18,7 +18,7 @@ from tune_prune.pruning.methods import load_method, method_names
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
+    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
 ]
 ROOMS = ("tune_prune", "scripts", "tests")
 MADE = ("rootlayer.py", "rest.py")  # by the reader of a recipe
@@ -29,7 +29,8 @@ def hyperparameter_row(row: Hyperparameter) -> str:
     default = "required" if row.required else f"that of `{row.flag}`" if row.of_run else f"`{row.default}`"
     if row.name == "shape":
         default = RUN_DEFAULTS["shape"]
-    return f"| `{row.name}` | {row.kind} | {default} | `{row.example}` | {row.help} |"
+    text = re.sub(r" {2,}", ": ", row.help).replace("\n", "; ")  # of a value a line
+    return f"| `{row.name}` | {row.kind} | {default} | `{row.example}` | {text} |"
 
 
 def use_row(row: Hyperparameter) -> str:

@@ -49,62 +49,72 @@ _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "refere
 def parser() -> Parser:
     p = Parser(
         prog="tune-prune analysis",
-        description="Find the best configuration of each model in trials that were run, and write the evidence for it.",
+        usage="EXPERIMENT ...",
+        description="Report on searches, finished or not: the best configuration, how sure that is, tables, figures, a page.",
         examples={
-            "ray_results/NAME": "an experiment: finished, running or half-lost",
-            "ray_results/A ray_results/B --rule pareto": "several, compared across models",
-            "ray_results/NAME --rule smallest --within 2": "the smallest model within 2 points of the dense one",
+            "ray_results/NAME": "a report on one search, in results/report.html",
+            "ray_results/A ray_results/B --rule pareto": "several searches, models compared",
+            "ray_results/NAME --rule smallest --within 2": "the smallest model within 2 points of the original",
             "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
             "ray_results/NAME --export-study study.db": "for optuna-dashboard sqlite:///study.db",
         },
+        common={
+            "what to read": ("EXPERIMENT", "--csv", "--baseline"),
+            "which is best": ("--rule", "--within"),
+            "what to write": ("--output", "--percent", "--lang", "--export-study"),
+        },
     )
     p.add_argument(
-        "folders", nargs="*", type=_place, metavar="FOLDER",
-        help="an experiment (ray_results/NAME), a consolidated_<Model>_<percent>/, or a folder of several of them",
+        "folders", nargs="*", type=_place, metavar="EXPERIMENT",
+        help="folder of a search, as ray_results/NAME, or of several\n\nor a consolidated_<Model>_<percent>/",
     )  # fmt: skip
     p.add_argument(
         "--csv", type=_labelled_path, action="append", default=[], metavar="MODEL=PATH",
-        help="a results file (all_methods_results.csv, or one like it) of a model; give it again for more",
+        help="a results file of a model, such as all_methods_results.csv; again for more",
     )  # fmt: skip
     p.add_argument(
         "--baseline", type=_labelled_accuracy, action="append", default=[], metavar="MODEL=ACCURACY",
-        help="accuracy of a dense model that is not in its results file, as a fraction or in percent (Llama=0.651, Llama=65.1), "
-        "for accuracy retained; give it again for more",
+        help="with --csv: accuracy of the original model, as Llama=0.651; again for more",
     )  # fmt: skip
     p.add_argument(
-        "--output", type=_path, default=Path("results"), metavar="DIR", help="folder to write to (default: %(default)s)"
+        "--output",
+        type=_path,
+        default=Path("results"),
+        metavar="DIR",
+        help="folder of the report (default: %(default)s)",
     )
     p.add_argument(
-        "--rule", choices=RULES, default="accuracy",
-        help="how the best is chosen: accuracy, the highest mean; perplexity, the lowest; gold_logprob, the highest log- "
-        "probability of right choices; kl, the lowest KL to the dense model, mean of both texts; one-standard-error, the "
-        "fewest calibration tokens within one standard error of the most accurate; pareto, the most accurate of those "
-        "that no other beats in accuracy, perplexity and size (nearly always the most accurate of all; the set is in "
-        "global_best_config.json); smallest, the fewest parameters, over all pruning ratios, "
-        "within some points of the dense model (--within); retained-per-second, the most accuracy retained per second of "
-        "a request, where tune-prune speed has measured (default: %(default)s)",
+        "--rule", choices=RULES, default="accuracy", metavar="RULE",
+        help="""how the best is chosen (default: %(default)s)
+        accuracy             the most questions answered right
+        perplexity           the best at predicting text
+        gold_logprob         how likely right answers are; where accuracy guesses
+        kl                   predictions closest to the original model's
+        one-standard-error   the least sample text, within one standard error
+        pareto               the best trade-offs; of them the most accurate
+        smallest             the fewest parameters, at most --within less accurate
+        retained-per-second  accuracy for time, after tune-prune speed""",
     )  # fmt: skip
     p.add_argument(
         "--within", type=_points, metavar="POINTS",
-        help="with --rule smallest: how many percentage points below the dense model's accuracy are allowed (default: 2)",
+        help="with smallest: points below the original model's accuracy (default: 2)",
     )  # fmt: skip
     p.add_argument(
         "--percent", action="store_true",
-        help="print accuracies as 59.80 instead of .5980 on the screen and page, in reports, figures, LaTeX and Markdown; CSV and "
-        "JSON files keep fractions",
+        help="write accuracies as 59.80, not .5980 (CSV and JSON files keep fractions)",
     )  # fmt: skip
     p.add_argument(
         "--export-study", type=_path, metavar="FILE",
-        help="write the trials as Optuna studies to this SQLite file, for optuna-dashboard, and nothing else",
+        help="write only Optuna studies, to this SQLite file for optuna-dashboard",
     )  # fmt: skip
-    p.add_argument("--overwrite", action="store_true", help="replace the file of --export-study if it is there")
+    p.add_argument("--overwrite", action="store_true", help="replace the file of --export-study")
     p.add_argument("--lang", choices=LANGUAGES, default="en", help="language of the text report (default: %(default)s)")
     p.add_argument(
         "--seed",
         type=whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
-        help="seed of bootstrap and cross-fitting (default: 0)",
+        help="seed of the random parts of the statistics (default: 0)",
     )
     return p
 

@@ -28,17 +28,17 @@ from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparamet
 from tune_prune.pruning.methods import method_names
 
 _LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs
-MODEL_HELP = "alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, local folder or GGUF file"
+MODEL_HELP = "alias (mistral, tiny-llama), hub id, folder or GGUF file"
 REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
-DTYPE_DEFAULT = "bfloat16 for weights stored in 16 bits or fewer, on a GPU or CPU that is faster in it; else float32"
+DTYPE_DEFAULT = "bfloat16 where weights are stored in 16 bits or fewer and the device is faster in it, else float32"
 RUN_DEFAULTS = {
     "shape": "free, from 1B parameters on aligned",
     "seed": "0",
-    "calibration": "embedded for embedded models, else the text of --data-dir, else wikitext2",
+    "calibration": "embedded for toy models, else the text of --data-dir, else wikitext2",
 }
 CALIBRATION_HELP = (
-    "text that methods are calibrated on: embedded, wikitext2, c4 or a text file, or several with + between them, in equal parts "
-    f"(default: {RUN_DEFAULTS['calibration']})"
+    "sample text, best of the kind that the model is for\n\nembedded, wikitext2, c4 or a text file, or several with + between "
+    f"them, in equal parts (default: {RUN_DEFAULTS['calibration']})"
 )
 
 
@@ -49,43 +49,43 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         "--data-dir",
         type=text,
         metavar="DIR",
-        help="folder of task and text files, laid out as in docs/data.md (default: those of the hub; embedded models have theirs)",
+        help="your own benchmarks and texts (docs/data.md)\n\n(default: those of the hub; toy models have theirs)",
     )
     group.add_argument(
         "--trust-tasks",
         action="store_true",
-        help="let task files of --data-dir run code: functions, metrics of their own, templates outside of the sandbox (default: "
-        "they are read as data, and refused where they are more)",
+        help="let task files of --data-dir run code, such as their own functions and metrics: for files that you trust (default: "
+        "refuse such files)",
     )
     group.add_argument(
         "--tasks",
         type=task_names,
         metavar="A,B",
-        help=f"zero-shot tasks, with commas between them (default: {', '.join(ZERO_SHOT_TASKS)})",
+        help=f"benchmarks to test on, with commas between them (default: {', '.join(ZERO_SHOT_TASKS)})",
     )
     group.add_argument(
         "--limit",
         type=whole_number(1, 10**9),
         metavar="N",
-        help="measure on the first N items of each task only (default: all)",
+        help="ask only the first N questions of each benchmark: faster (default: all)",
     )
     group.add_argument(
         "--perplexity-window",
         type=whole_number(2, 10**6),
         metavar="TOKENS",
-        help="length of the windows that the perplexity text is cut into, shortened to the model's limit (default: 2048; for an "
-        "embedded model 128, the length it was trained on; for a pruned checkpoint as recorded)",
+        help="tokens of each window of the perplexity text, at most what the model takes (default: 2048; for a toy model 128, as "
+        "it was trained; for a pruned checkpoint as recorded)",
     )
     group.add_argument(
         "--perplexity-tokens",
         type=whole_number(PERPLEXITY_TOKENS.low, PERPLEXITY_TOKENS.high),
         metavar="N",
-        help="measure perplexity on the first N tokens of its text only (default: all)",
+        help="take only the first N tokens of the perplexity text: faster (default: all)",
     )
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help=f"data type of the weights while they are used (default: {DTYPE_DEFAULT})",
+        help=f"data type while it works (default: {DTYPE_DEFAULT})",
     )
 
 
@@ -95,7 +95,7 @@ def add_device_flag(group: argparse._ActionsContainer) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="where it runs; auto takes a GPU if there is one (default: %(default)s)",
+        help="where it runs; auto: on a GPU if there is one (default: %(default)s)",
     )
 
 
@@ -105,8 +105,8 @@ def add_memory_flag(group: argparse._ActionsContainer, of: str) -> None:
         "--memory",
         type=memory,
         metavar="SIZE",
-        help=f"most that {of} may take, e.g. 20GiB or 24GB; where the whole model does not fit, it goes layer by layer: slower, "
-        "the same numbers (default: what is free)",
+        help=f"most memory for {of}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: "
+        "slower, with the same numbers.",
     )
 
 
@@ -116,16 +116,19 @@ def add_hyperparameter_flags(
     """A flag for each of these rows of the table, and --align with the shape; `default` in words, else the row's."""
     for row in (HYPERPARAMETERS[name] for name in names):
         usual = "" if row.required else f" (default: {default or RUN_DEFAULTS.get(row.name, row.default)})"
-        metavar = row.name.rpartition("_")[2].upper()
+        name = row.name.rpartition("_")[2].upper()
+        metavar = name if len(name) < 8 else "VALUE"
         choices = f": {', '.join(method_names())}" if row.name == "method" else ""
-        group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{choices}{usual}")
+        first, *values = f"{row.help}{choices}".split("\n")
+        shown = CALIBRATION_HELP if row.name == "calibration" else "\n".join([f"{first}{usual}", *values])
+        group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=shown)
         if row.name == "shape":
             group.add_argument(
                 "--align",
                 type=whole_number(1, 10**6),
                 metavar="N",
-                help="channels that MLP widths are multiples of in --shape aligned (default: 64, from 1B parameters on 256) and "
-                "uniform (default: 1, from 1B parameters on 256)",
+                help="widths of MLPs are multiples of N, with --shape aligned (default: 64, from 1B parameters on 256) or uniform "
+                "(default: 1, from 1B parameters on 256); --shape aligned-N says the same",
             )
 
 

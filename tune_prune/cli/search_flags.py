@@ -21,187 +21,171 @@ TRACKERS = ("mlflow", "wandb")  # tuning.observers.tracking.TRACKERS, without it
 COMMAND = ("tune-prune", "search")
 
 
+# The flags that --help shows, by wish; --help-all has all of them.
+COMMON = {
+    "what to prune": ("--model", "--search-space"),
+    "how much, and for where (this cannot be changed after a search)": ("--pruning-ratio", "--shape"),
+    "faster or more thorough": ("--limit", "--inline", "--gpus-per-trial", "--calibration", "--recover", "--draws"),
+    "before you start, and while it runs": ("--data-dir", "--dry-run", "--gpu", "--status"),
+}
+
+
 def parser() -> Parser:
     p = Parser(
         prog="tune-prune search",
-        description="Find the best way to prune a language model: prune and measure it by every configuration of a space.\n"
-        "A search may be stopped at any time: the same command goes on and runs only what is missing.",
+        usage="--model NAME",
+        description="Try many ways to prune a model, test each, and report the best.\n"
+        "Stop it at any time: the same command goes on where it stopped.",
         examples={
             "--model tiny-llama --search-space smoke": "a first try, in a minute on a CPU",
-            "--model mistral --dry-run": "the plan, and what it will cost",
+            "--model mistral --dry-run": "what it will do, and what that costs",
             "--model DIR --data-dir DATA --gpus-per-trial 0.5": "no hub, two trials share a GPU",
         },
+        common=COMMON,
     )
     what = p.add_argument_group("what is searched")
     what.add_argument(
         "--model", type=flags.text, action="append", metavar="NAME",
-        help=f"{flags.MODEL_HELP}; give it again for more models",
+        help=f"{flags.MODEL_HELP}; again for more",
     )  # fmt: skip
     what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     what.add_argument(
-        "--search-space", type=flags.text, default="paper_grid", metavar="NAME_OR_YAML",
-        help="paper_grid (45 configurations), recommended (12), extended (450, of which Optuna tries 60), adaptive (297, for "
-        "--search optuna), control (1), minimal (3), smoke (6), or a YAML file (docs/search_spaces.md; default: %(default)s)",
+        "--search-space", type=flags.text, default="paper_grid", metavar="SPACE",
+        help="""which ways to try (default: %(default)s)
+        recommended  12 that did best in our tests: start here with a real model
+        paper_grid   45, those of a published search (docs/methods.md)
+        smoke        6, quick: does everything work?
+        FILE.yaml    your own (docs/search_spaces.md)
+
+        minimal      3, with little sample text
+        control      1, removes at random: what every method must beat
+        adaptive     297, of which Optuna tries 20
+        extended     450, of which Optuna tries 60""",
     )  # fmt: skip
     what.add_argument(
-        "--search",
-        choices=("grid", "optuna"),
-        help="grid tries every configuration, optuna lets its TPE sampler choose --num-trials of them (default: as the space says)",
-    )
+        "--search", choices=("grid", "optuna"), metavar="HOW",
+        help="""how configurations are chosen from the search space (default: as the space says)
+        grid    try every one
+        optuna  let Optuna's TPE sampler choose --num-trials of them""",
+    )  # fmt: skip
     what.add_argument(
-        "--num-trials",
-        type=flags.whole_number(1, 10**9),
-        metavar="N",
-        help="trials of optuna, per model, pruning ratio and recovery (default: as the space says, else 20)",
-    )
+        "--num-trials", type=flags.whole_number(1, 10**9), metavar="N",
+        help="with optuna: trials of each model, pruning ratio and training (default: as the space says, else 20)",
+    )  # fmt: skip
     what.add_argument(
-        "--objective",
-        choices=tuple(MEASURES),
-        default="accuracy",
-        help="what optuna looks for, and what the best is chosen by at the end: accuracy; perplexity; the log-probability of right "
-        "choices; KL to the dense model, mean of both texts (default: %(default)s)",
-    )
+        "--objective", choices=tuple(MEASURES), default="accuracy", metavar="SCORE",
+        help="""the score that makes a configuration the best, for optuna and at the end (default: %(default)s)
+        accuracy      share of questions answered right
+        perplexity    how well it predicts text
+        gold_logprob  how likely it finds the right answers; tells models apart where accuracy is guessing
+        kl            distance from the original model's predictions, mean of text and questions""",
+    )  # fmt: skip
     flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
-    flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free, from 1B parameters on aligned")
+    flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free, from 1B aligned")
     what.add_argument(
-        "--seeds",
-        type=_seeds,
-        metavar="A,B",
-        help="measure every configuration on these draws of calibration samples, e.g. 0,1,2 (default: as the space says, else the "
-        "one of --seed)",
-    )
-    what.add_argument(
-        "--draws",
-        type=flags.whole_number(2, 100),
-        metavar="N",
-        help="one draw of calibration samples for every configuration, that of --seed, and up to N for those that may still be the "
-        "best: seeds --seed + 1, ... (default: no more than --seeds says)",
-    )
-    what.add_argument(
-        "--draws-by",
-        choices=("accuracy", "gold_logprob", "kl"),
-        default="accuracy",
-        help="by what those of --draws may still be the best: accuracy; the log-probability of right choices; KL to the dense "
-        "model, mean of both texts (default: %(default)s)",
-    )
-    what.add_argument(
-        "--recover",
-        type=flags.whole_number(1, 1000),
-        metavar="N",
-        help="once all are measured, train up to N configurations of each model and pruning ratio that may still be the best "
-        "towards the dense model (docs/methods.md, Recovery; default: as the space says)",
-    )
-    measured = p.add_argument_group("what it is measured on")
-    measured.add_argument(
-        "--calibration", type=flags.text, metavar="TEXT",
-        help=flags.CALIBRATION_HELP,
+        "--seeds", type=_seeds, metavar="A,B",
+        help="run every configuration once with each of these values of --seed, e.g. 0,1,2, and report the mean: how much does "
+        "luck matter? (default: as the space says, else --seed alone)",
     )  # fmt: skip
+    what.add_argument(
+        "--draws", type=flags.whole_number(2, 100), metavar="N",
+        help="repeat what could still be the best, up to N runs with other sample text\n\n(default: one run; less work than "
+        "--seeds)",
+    )  # fmt: skip
+    what.add_argument(
+        "--draws-by", choices=("accuracy", "gold_logprob", "kl"), default="accuracy", metavar="SCORE",
+        help="""the score by which --draws decides what could still be the best (default: %(default)s)
+        accuracy      share of questions answered right
+        gold_logprob  how likely the right answers are
+        kl            distance from the original model's predictions, mean of text and questions""",
+    )  # fmt: skip
+    what.add_argument(
+        "--recover", type=flags.whole_number(1, 1000), metavar="N",
+        help="at the end, train the N best briefly to imitate the original; try 2\n\nUp to N of each model and pruning ratio that "
+        "could still be the best: docs/methods.md, Recovery (default: as the space says)",
+    )  # fmt: skip
+    measured = p.add_argument_group("what it is measured on")
+    measured.add_argument("--calibration", type=flags.text, metavar="TEXT", help=flags.CALIBRATION_HELP)
     flags.add_measurement_flags(measured)
     measured.add_argument(
-        "--seed",
-        type=flags.whole_number(0, 2**32 - 1),
-        default=0,
-        metavar="S",
-        help="seed of the calibration samples (unless --seeds names others), the order of test items and Optuna's sampler "
-        "(default: 0)",
-    )
+        "--seed", type=flags.whole_number(0, 2**32 - 1), default=0, metavar="S",
+        help="number that decides which pieces of sample text are taken (unless --seeds says more), the order of questions and "
+        "Optuna's choices: the same number, the same results (default: 0)",
+    )  # fmt: skip
     how = p.add_argument_group("how it runs")
     how.add_argument(
-        "--scheduler",
-        choices=("none", "race", "race-gold", "asha"),
-        default="none",
-        help="which trials are stopped early: race stops one as soon as it is, with 95%% confidence, not the most accurate; "
-        "race-gold the same by log-probabilities of right choices, on fewer items (the most accurate may be among the stopped); "
-        "asha stops the weaker half at a quarter and at half of the items; not with several --seeds (default: %(default)s)",
-    )
+        "--scheduler", choices=("none", "race", "race-gold", "asha"), default="none", metavar="RULE",
+        help="""stop hopeless trials early; not with several --seeds (default: %(default)s)
+        none       test all of them in full
+        race       stop one that is, with 95%% confidence, not the most accurate
+        race-gold  the same by how likely right answers are: takes fewer questions, but may stop the most accurate
+        asha       stop the weaker half after a quarter and after half of the questions""",
+    )  # fmt: skip
     how.add_argument(
-        "--kl-filter",
-        action="store_true",
-        help="with or without a scheduler: stop a trial before perplexity and items where its KL to the dense model, on text and "
-        "on questions, is above 1.5 times the median of at least 5 trials before it (docs/methods.md; not with several --seeds)",
-    )
+        "--kl-filter", action="store_true",
+        help="skip the slow tests of a pruned model whose KL, on text and on questions, is over 1.5 times the median of at least 5 "
+        "trials before it (docs/methods.md); not with several --seeds",
+    )  # fmt: skip
     flags.add_memory_flag(how, "a trial")
     how.add_argument(
-        "--gpus-per-trial",
-        default="auto",
-        metavar="X",
-        help="GPUs of one trial: 0, 1, 1/k for k trials on each GPU, e.g. 0.25, or several, over which its layers are spread "
-        "(default: auto, by the memory it needs)",
-    )
+        "--gpus-per-trial", default="auto", metavar="X",
+        help="0.25: four trials share a GPU; 2: one is spread over two (default: auto)\n\nauto goes by the memory that a trial "
+        "needs, 0 uses none.",
+    )  # fmt: skip
     how.add_argument(
-        "--cpus-per-trial",
-        default="auto",
-        metavar="X",
-        help="CPUs of one trial, and its threads (default: auto, 1, or up to 4 where it has a GPU)",
-    )
+        "--cpus-per-trial", default="auto", metavar="X",
+        help="CPUs and threads of a trial (default: auto, 1, or up to 4 where it has a GPU)",
+    )  # fmt: skip
     how.add_argument(
-        "--trial-timeout",
-        type=flags.seconds,
-        metavar="SECONDS",
-        help="end a trial that takes longer, and record it as failed (hung); likewise a job that prepares what trials share, "
-        "which is tried once more (default: no limit)",
-    )
+        "--trial-timeout", type=flags.seconds, metavar="SECONDS",
+        help="end a trial that takes longer, and record it as failed (hung); what prepares the trials is tried once more (default: "
+        "no limit)",
+    )  # fmt: skip
+    how.add_argument("--inline", action="store_true", help="one trial after the other, without Ray; the same results")
     how.add_argument(
-        "--inline",
-        action="store_true",
-        help="run the trials one after the other in this process, without Ray: the same results, and a search begun in one way "
-        "goes on in the other",
-    )
+        "--address", type=flags.text, metavar="HOST:PORT",
+        help="a Ray cluster that runs, or auto for one started on this machine (default: start an own Ray)",
+    )  # fmt: skip
     how.add_argument(
-        "--address",
-        type=flags.text,
-        metavar="HOST:PORT",
-        help="a running Ray cluster, or auto for the one that was started on this machine (default: a Ray of its own)",
-    )
+        "--storage-path", type=flags.text, default="ray_results", metavar="DIR",
+        help="folder of all experiments, or s3://bucket/prefix or gs://bucket/prefix (default: %(default)s)",
+    )  # fmt: skip
     how.add_argument(
-        "--storage-path",
-        type=flags.text,
-        default="ray_results",
-        metavar="DIR",
-        help="folder of all experiments and what they share, or s3://bucket/prefix or gs://bucket/prefix (default: %(default)s)",
-    )
-    how.add_argument(
-        "--name",
-        type=flags.text,
-        metavar="NAME",
+        "--name", type=flags.text, metavar="NAME",
         help="name of the experiment, a folder in --storage-path (default: of model, ratio, search space, shape, limit and tokens)",
-    )
+    )  # fmt: skip
     how.add_argument(
-        "--save-best",
-        action="store_true",
+        "--save-best", action="store_true",
         help="at the end, save the best pruned model of each model to best/ in the experiment",
-    )
-    how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
+    )  # fmt: skip
     how.add_argument(
-        "--gpu",
-        type=_card,
-        metavar="KIND",
-        help="with --dry-run: plan for that GPU in the place of what this machine has, e.g. 4090, h100, 2x4090 for two, or 24GB of "
-        "any (docs/costs.md has the kinds; default: what is here)",
+        "--dry-run", action="store_true", help="check everything, say whether it fits and how long it takes, and stop"
     )
+    how.add_argument(
+        "--verbose", action="store_true", help="print the whole plan: time, tokens and memory of each stage"
+    )
+    how.add_argument(
+        "--gpu", type=_card, metavar="KIND",
+        help="with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB\n\n(docs/costs.md has the kinds; default: "
+        "what is here)",
+    )  # fmt: skip
     seen = p.add_argument_group("how it is followed")
     seen.add_argument(
-        "--status",
-        type=flags.text,
-        metavar="NAME",
-        help="how far the experiment of that name in --storage-path, or of that path, is: trials done, running and failed, the "
-        "best so far, time left, GPU-hours; reads only, from any machine that sees the storage, at any time",
-    )
+        "--status", type=flags.text, metavar="NAME",
+        help="how far the search of that name is; reads only, at any time\n\nNAME may be a path; from any machine that sees the "
+        "storage: trials done, running and failed, the best so far, time left, GPU-hours.",
+    )  # fmt: skip
     seen.add_argument("--json", action="store_true", help="with --status: one JSON object instead of text")
     seen.add_argument(
-        "--log-json",
-        action="store_true",
-        help="write one JSON object per line to standard output (docs/watching.md): start, plan, stages, ends of trials; text goes "
+        "--log-json", action="store_true",
+        help="write one JSON object a line to standard output (docs/watching.md): start, plan, stages, ends of trials; text goes "
         "to standard error",
-    )
+    )  # fmt: skip
     seen.add_argument(
-        "--track",
-        type=_trackers,
-        action="extend",
-        metavar="NAME",
+        "--track", type=_trackers, action="extend", metavar="NAME",
         help="write every trial as a run of mlflow or wandb, too, or of both (mlflow,wandb); each where its own environment "
         "variables say, else below this folder and offline (default: neither)",
-    )
+    )  # fmt: skip
     return p
 
 

@@ -7,7 +7,9 @@ import difflib
 import importlib.metadata
 import platform
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -51,10 +53,12 @@ NOT_NEEDED = {
 # What other programs call a value -> what it is called here.
 OTHER_VALUES = {"bayesian": "optuna", "gpu": "cuda", "hyperband": "asha", "safetensors": "hf", "tpe": "optuna"}
 
-_EXIT_CODES = (
-    "exit codes: 0 done; 1 the machine could not do it, or a defect (with a traceback); 2 something in the command or what it\n"
-    "names must change; 128 + N ended by signal N: 130 interrupted, 143 terminated"
-)
+_EXIT_CODES = """exit codes:
+  0    done
+  1    the machine could not do it, or a defect (with a traceback)
+  2    something in the command, or in what it names, must change
+  130  interrupted; 143 terminated: 128 + the number of the signal"""
+_WIDTH, _INDENT = 100, 26  # columns of a page, and of the flags in it
 
 # argparse's own messages as sentences that begin with the flag.
 _SENTENCES = {
@@ -67,20 +71,52 @@ _SENTENCES = {
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, so that bad flags end like every other bad input; with --version. Flags are not
-    abbreviated: a script must not change its meaning when a flag is added."""
+    abbreviated: a script must not change its meaning when a flag is added. --help is one screen, the flags that most runs need and
+    the first paragraph of what is said of each; --help-all is all of it."""
 
-    def __init__(self, prog: str, description: str, examples: Mapping[str, str]) -> None:
-        """`examples`: arguments of the command, and what they do; --help ends with them."""
-        shown = [f"  {what}:\n    {prog} {arguments}" for arguments, what in examples.items()]
+    def __init__(
+        self,
+        prog: str,
+        usage: str,
+        description: str,
+        examples: Mapping[str, str],
+        common: Mapping[str, Sequence[str]],
+    ) -> None:
+        """`usage`: the arguments that must be given; `examples`: arguments of the command, and what they do, the best first;
+        `common`: by wish the flags that --help shows."""
         super().__init__(
             prog=prog,
+            usage=f"{prog} {usage} [options]",
             description=description,
-            epilog="\n".join(["examples:", *shown, "", _EXIT_CODES]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=False,
         )
-        self.examples = tuple(examples)
+        self.examples, self.common = tuple(examples), common
+        self._shown = [f"  {prog} {arguments}\n      {what}" for arguments, what in examples.items()]
+        self.add_argument("-h", "--help", action="help", help="print the flags that most runs need, and stop")
+        self.add_argument("--help-all", action=_PrintAll, nargs=0, help="print all flags and the exit codes, and stop")
         self.add_argument("--version", action=_PrintVersions, nargs=0, help="print versions and stop")
+
+    def format_help(self) -> str:
+        known = self._option_string_actions | {str(a.metavar): a for a in self._get_positional_actions()}
+        groups = {wish: [known[name] for name in names] for wish, names in self.common.items()}
+        more = f"{self.prog} --help-all shows all {len(self._actions)} flags."
+        return self._page(groups, [*self._shown[:1], more], whole=False)
+
+    def format_help_all(self) -> str:
+        groups = {str(group.title): group._group_actions for group in self._action_groups}
+        return self._page(groups, [*self._shown, "", _EXIT_CODES], whole=True)
+
+    def _page(self, groups: Mapping[str, Sequence[argparse.Action]], end: Sequence[str], whole: bool) -> str:
+        page = _Page(self.prog, whole)
+        page.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        page.add_text(self.description)
+        for title, actions in groups.items():
+            page.start_section(title)
+            page.add_arguments(actions)
+            page.end_section()
+        page.add_text("\n".join(["examples:" if whole else "example:", *end]))
+        return page.format_help()
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; but a misspelt flag is reported before the one that is missing for it."""
@@ -101,7 +137,26 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         for pattern, sentence in _SENTENCES.items():
             message = re.sub(pattern, sentence, message)
-        raise UserError(f"{message} (see {self.prog} --help)")
+        shown = {name for names in self.common.values() for name in names}
+        named = re.match(r"unknown flag|--[\w-]+", message)
+        raise UserError(f"{message} (see {self.prog} {'--help-all' if named and named[0] not in shown else '--help'})")
+
+
+class _Page(argparse.RawDescriptionHelpFormatter):
+    """Help of a flag: a line for every line of its text, and what follows a value's name stays in its column."""
+
+    def __init__(self, prog: str, whole: bool) -> None:
+        width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
+        super().__init__(prog, max_help_position=_INDENT, width=width)
+        self._whole = whole
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        lines: list[str] = []
+        paragraphs = text.split("\n\n") if self._whole else [text.partition("\n\n")[0]]
+        for line in map(str.strip, "\n".join(paragraphs).splitlines()):
+            column = re.match(r"\S+ {2,}|", line).end()  # type: ignore[union-attr]
+            lines += textwrap.wrap(line, width, subsequent_indent=" " * column)
+        return lines
 
 
 class Once(argparse.Action):
@@ -117,6 +172,13 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) is not None:
             raise UserError(f"{option_string} is given twice, and {parser.prog} takes one; run it once for each")
         setattr(namespace, self.dest, values)
+
+
+class _PrintAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help_all(), end="")
+        parser.exit()
 
 
 class _PrintVersions(argparse.Action):
@@ -147,7 +209,7 @@ def _flags(arguments: Sequence[str]) -> list[str]:
 def _unknown_flag(flag: str, known: Iterable[str]) -> str:
     """A clause that says what to write instead."""
     name = flag.lstrip("-").lower().replace("_", "-")
-    flags = [text for text in known if text.startswith("--") and text not in ("--help", "--version")]
+    flags = [text for text in known if text.startswith("--") and text not in ("--help", "--help-all", "--version")]
     if name in NOT_NEEDED:
         return f"{flag} is not needed: {NOT_NEEDED[name]}"
     key = name.replace("-", "_")

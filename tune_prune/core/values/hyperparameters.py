@@ -70,87 +70,94 @@ HYPERPARAMETERS = {
     row.name: row
     for row in (
         Hyperparameter(
-            "method", "Method", MethodName(), "blockwise", "how KV groups and MLP channels are scored", "scores", required=True
+            "method", "Method", MethodName(), "blockwise", "rule that scores heads and channels", "scores", required=True
         ),
         Hyperparameter(
             "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
-            "tokens per calibration sample", "statistics", name_prefix="s", older="taylor_seq_len", required=True,
+            "tokens of each piece of sample text", "statistics", name_prefix="s", older="taylor_seq_len", required=True,
         ),
         Hyperparameter(
             "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
-            "number of calibration samples", "statistics", name_prefix="n", older="taylor_num_samples", required=True,
+            "pieces of sample text", "statistics", name_prefix="n", older="taylor_num_samples", required=True,
         ),
         Hyperparameter(
             "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
-            "fraction of ALL parameters to remove", "selection", 0.2, name_prefix=None, always_in_key=True,
+            "share of all parameters to remove", "selection", 0.2, name_prefix=None, always_in_key=True,
         ),
         Hyperparameter(
             "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
-            "removal losses use the first num_samples // removal_divisor samples", "statistics", 5, "d", always_in_key=True,
+            "layerwise and blockwise only: their slow step takes num_samples // removal_divisor pieces",
+            "statistics", 5, "d", always_in_key=True,
         ),
         Hyperparameter(
             "shape", "Shape", ShapeName(), "aligned",
-            "widths of the pruned layers: free, any; aligned, MLP widths in multiples of --align (or aligned-N) and a KV group in "
-            "every layer; uniform, the same in every layer (from 1B parameters on in multiples of 256), which makes a plain "
-            "checkpoint of the family", "selection", "free",
+            "where it will run\n"
+            "free     transformers, llama.cpp: any widths, can be slow on a GPU\n"
+            "aligned  the same, fast on a GPU: MLP widths in multiples of --align\n"
+            "uniform  vLLM, too: a plain model of its family, all layers alike", "selection", "free",
         ),
         Hyperparameter(
             "seed", "Seed", Whole(0, 2**32 - 1), "1",
-            "seed of the draw of calibration samples and of random scores", "statistics", name_prefix="r",
+            "decides which pieces of sample text are taken, and what the method random removes", "statistics", name_prefix="r",
         ),
         Hyperparameter(
             "calibration", "Calibration text", TextNames(), "wikitext2+c4",
-            "text that methods are calibrated on, or several with a plus sign between them, in equal parts", "statistics",
+            "sample text: embedded, wikitext2, c4 or a file, or several with + between them, in equal parts", "statistics",
             name_prefix="c",
         ),
         Hyperparameter(
             "compensation", "Compensation", Choice(("none", "least_squares")), "least_squares",
-            "what makes up for the groups that were removed: none; least_squares, the last projections of cut blocks are refitted",
+            "repair\n"
+            "least_squares  adjust the remaining weights to make up for what is gone",
             "recipe", "none",
         ),
         Hyperparameter(
             "damping", "Damping", Share(100.0), "0.1",
-            "how strongly a refit keeps to the old weights, in parts of the inputs' mean energy", "recipe", 0.1, "l",
+            "repair: how strongly it keeps to the old weights, in parts of the inputs' mean energy", "recipe", 0.1, "l",
             of="compensation",
         ),
         Hyperparameter(
             "refit_tokens", "Refit tokens", Whole(1024, 100_000_000), "16384",
-            "calibration tokens of a refit", "recipe", 16_384, "t", of="compensation",
+            "repair: tokens of sample text", "recipe", 16_384, "t", of="compensation",
         ),
         Hyperparameter(
             "recovery", "Recovery", Choice(("none", "lora")), "lora",
-            "training of what is left: none; lora, low-rank adapters are trained towards the dense model's predictions and merged",
+            "short training\n"
+            "lora  train adapters to imitate the original model, and merge them: slower",
             "recipe", "none",
         ),
         Hyperparameter(
             "recovery_steps", "Recovery steps", Whole(1, 1_000_000), "100",
-            "steps of the training, each on 4 calibration samples of 128 tokens", "recipe", 100, "i", of="recovery",
+            "training: steps, each on 4 pieces of sample text of 128 tokens", "recipe", 100, "i", of="recovery",
         ),
         Hyperparameter(
             "recovery_rate", "Recovery rate", Share(1.0), "0.001",
-            "largest learning rate of the training", "recipe", 0.001, "e", of="recovery",
+            "training: largest learning rate", "recipe", 0.001, "e", of="recovery",
         ),
         Hyperparameter(
             "recovery_rank", "Recovery rank", Whole(1, 1024), "64",
-            "rank of the training's adapters", "recipe", 8, "a", of="recovery", later=True,
+            "training: rank of the adapters", "recipe", 8, "a", of="recovery", later=True,
         ),
         Hyperparameter(
             "steps", "Steps", Whole(1, 100), "4",
-            "steps in which the groups are removed, with statistics of the pruned model taken again before each but the first",
+            "remove in N steps, and look at the sample text anew before each",
             "statistics", 1, "k", later=True,
         ),
         Hyperparameter(
             "removal_power", "Removal power", Share(10.0), "0.5",
-            "power of the removal losses' logarithm that layerwise and blockwise multiply by", "statistics", 1.0, "p", later=True,
+            "layerwise and blockwise only: power of the removal losses' logarithm by which they multiply",
+            "statistics", 1.0, "p", later=True,
         ),
         Hyperparameter(
             "normalization", "Normalization", Choice(NORMALIZATIONS), "kind",
-            "what scores are divided by before the groups of all layers are sorted: none; kind, the root mean square of KV groups' "
-            "and of MLP channels' scores; layer, that of the layer's", "selection", "none", "by_", later=True,
+            "what scores are divided by before those of all layers are sorted\n"
+            "none   nothing\n"
+            "kind   the root mean square of all KV groups' scores, and of all MLP channels'\n"
+            "layer  that of the layer's own", "selection", "none", "by_", later=True,
         ),
         Hyperparameter(
             "layer_cap", "Layer cap", Share(1.0), "0.5",
-            "the largest part of a layer's KV groups, and of its MLP channels, that is removed", "selection", 1.0, "x", later=True,
+            "largest share of a layer's KV groups, and of its MLP channels, that may be removed", "selection", 1.0, "x", later=True,
         ),
     )
 }  # fmt: skip
