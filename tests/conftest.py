@@ -15,6 +15,7 @@ gc.disable()  # until the tests begin: what is imported before stays, and lookin
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -292,12 +293,12 @@ def refusal(refused: Callable[..., str]) -> Callable[..., str]:
 
 @pytest.fixture
 def plan_text(printed: Callable[..., str]) -> Callable[..., str]:
-    """A function (*argv) -> the plan that a dry run prints."""
+    """A function (*argv) -> the whole plan that a dry run prints (or the ten lines of it), each row of it one line."""
 
-    def run(*argv: str | Path) -> str:
-        out = printed(search.main, *argv, "--dry-run")
+    def run(*argv: str | Path, verbose: bool = True) -> str:
+        out = printed(search.main, *argv, "--dry-run", *["--verbose"] * verbose)
         assert out.endswith("dry run: nothing was started\n")
-        return out
+        return re.sub(r"\n {13}(?! )", " ", out)
 
     return run
 

@@ -92,7 +92,10 @@ def _compiled_code() -> Iterator[None]:
 
 
 def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | None) -> None:
-    settings = settings_from(args)
+    with progress.shown(), progress.waiting("starting: loading torch and transformers ..."):
+        settings = settings_from(args)
+        import tune_prune.planning.preflight
+        import tune_prune.results  # noqa: F401  # with these, what takes seconds is there
     with _log(args.log_json) as log:
         log.event("start", command=[*COMMAND, *argv], host=platform.node(), pid=os.getpid(), version=__version__)
         _run(args, argv, settings, local_ray, log)
@@ -125,13 +128,14 @@ def _run(
 ) -> None:
     from tune_prune.analysis.cost import cost_line
     from tune_prune.analysis.render.messages import one_line
-    from tune_prune.cli.plan_text import describe, shown_path
+    from tune_prune.cli import plan_details, plan_text
+    from tune_prune.cli.plan_text import shown_path
     from tune_prune.planning.preflight import make_plan
     from tune_prune.results import run
     from tune_prune.tuning.observers.tracking import trackers
 
     trackers(args.track or (), "")  # their packages are there
-    with progress.shown():
+    with progress.shown(), progress.waiting("starting: reading model and data, timing this machine ..."):
         plan = make_plan(settings, args.gpu)
     in_memory = str(plan.experiment_dir).startswith("memory://")
     if args.save_best and not isinstance(plan.experiment_dir, Path):
@@ -141,7 +145,7 @@ def _run(
             + ("name a folder with --storage-path" if in_memory else afterwards)
         )
     _log_plan(log, plan)
-    say(describe(plan))
+    say((plan_details if args.verbose else plan_text).describe(plan))
     if args.dry_run:
         say("\ndry run: nothing was started")
         return

@@ -85,7 +85,18 @@ print(tune_prune.open, tune_prune.load_results, [name for name in hidden if name
 def test_the_keywords_of_a_search_are_its_flags() -> None:
     keywords = inspect.signature(tune_prune.search).parameters
     flags = {action.dest: action.default for action in search.parser()._actions}
-    of_the_command_alone = {"help", "help_all", "version", "dry_run", "gpu", "save_best", "status", "json", "log_json"}
+    of_the_command_alone = {
+        "help",
+        "help_all",
+        "version",
+        "dry_run",
+        "verbose",
+        "gpu",
+        "save_best",
+        "status",
+        "json",
+        "log_json",
+    }
     assert set(keywords) == set(flags) - of_the_command_alone
     assert {name: flags[name] for name in keywords if name != "model"} == {
         name: keyword.default for name, keyword in keywords.items() if name != "model"

@@ -259,11 +259,11 @@ def test_artifacts_under_each_others_names_change_no_number(
     output = capfd.readouterr()
     said = set(
         re.findall(
-            r"artifact \S*/(\S+) is damaged \(it is another artifact under this name\); it is comp",
+            r"cached result \S*/(\S+) is damaged \(it is another artifact under this name\); it is comp",
             output.out + output.err,
         )
     )
     assert said == moved and len(moved) > 10
-    assert "warning: artifact" in output.out
+    assert "warning: cached result" in output.out
     assert {record.key: record.metrics for record in Ledger(FolderStore(finished.folder)).records()} == before
     assert read_baselines(FolderStore(finished.folder))["tiny-llama"].metrics == dense

@@ -220,7 +220,7 @@ def other_head(base: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "tokenizer": (other_words, "small cannot be compared with base, whose tokenizer is another one"),
+    "tokenizer": (other_words, "small cannot be compared with base, which has another tokenizer"),
     "head": (other_head, "their output heads differ in float32"),
 }
 

@@ -69,7 +69,7 @@ def test_a_running_search_is_shown_with_all_that_is_known(experiment: Path) -> N
     best = max(records, key=lambda record: record.metrics["acc_mean"])
     assert found["models"]["alpha"]["best"]["key"] == best.key
     shown = status.text(found)
-    assert "taylor-s256-n512 on node7, after perplexity" in shown
+    assert "taylor-s256-n512 on node7, perplexity done" in shown
     assert f"accuracy {best.metrics['acc_mean']:.4f} ± ".replace(" 0.", " .") in shown
     assert "36 of 36 done: 32 complete, 2 stopped early, 2 failed" in shown
     assert "time left    1m" in shown
@@ -104,7 +104,7 @@ def test_a_damaged_record_is_named_and_the_rest_counts(experiment: Path) -> None
     record.write_text("{")
     found = status.read(FolderStore(experiment), NOW)
     assert found["trials"]["done"] == 35 and record.name in found["damaged"][0]
-    assert "no word of one" in status.text(found) and record.name in status.text(found)
+    assert "not known: none has run" in status.text(found) and record.name in status.text(found)
 
 
 def test_damaged_baselines_are_a_line_with_its_next_step_and_the_rest_counts(experiment: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_best_is_the_mean_of_draws_not_the_luckiest_one(tmp_path: Path) -> N
     assert found["best"]["ppl"] == pytest.approx(best["ppl"]) == pytest.approx(100 ** (1 / 3))
     assert found["best"]["key"] == best["key"]
     assert f"{names[0]}, accuracy .8333 ± " in (text := status.text(status.read(FolderStore(folder), NOW)))
-    assert " (mean of 3 draws) (dense" in text
+    assert " (mean of 3 runs) (original" in text
 
     change(folder, f"{names[0]}-r1", status="stopped_early")  # those that went on are the lucky ones
     assert status.read(FolderStore(folder), NOW)["models"]["alpha"]["best"]["config"] == names[1]
@@ -199,7 +199,7 @@ def test_what_is_done_is_counted_among_what_is_planned(experiment: Path) -> None
     found = status.read(FolderStore(experiment), NOW)
     assert (found["trials"]["planned"], found["trials"]["done"], found["trials"]["earlier"]) == (19, 19, 17)
     assert sum(found["trials"][state] for state in ("complete", "stopped_early", "failed")) == 19
-    assert " 1 failed; and 17 that earlier starts have left" in status.text(found)
+    assert " 1 failed; and 17 of earlier starts" in status.text(found)
     about["models"]["alpha"]["trial_keys"] = keys
     (experiment / EXPERIMENT).write_text(json.dumps(about | {"search": "optuna", "num_trials": 1}))
     assert "36 of 36 done" in status.text(status.read(FolderStore(experiment), NOW))
@@ -244,7 +244,7 @@ def line_of_the_damaged(folder: Path) -> str:
     assert found["trials"]["done"] == 36 and found["models"]["alpha"]["best"]
     (line,) = found["damaged"]
     assert line.startswith(f"{folder / STATUS} is ") and line.endswith("writes it anew")
-    assert "no word of one" in status.text(found)
+    assert "not known: none has run" in status.text(found)
     return str(line)
 
 

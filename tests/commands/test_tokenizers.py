@@ -70,11 +70,12 @@ def test_a_search_says_that_its_answers_stand_behind_eos_and_asks_lm_eval_once(
     argv += ["--storage-path", str(tmp_path / "r"), "--name", "one"]
     assert search.main([*argv, "--dry-run"]) == 0
     assert not (tmp_path / "r").exists() and len(calls) == 1
-    assert search.main(argv) == 0
+    assert search.main([*argv, "--verbose"]) == 0
     assert len(calls) == 2
-    plan, _, end = capsys.readouterr().out.partition("dry run: nothing was started")[2].partition("[prepare 1/")
+    short, plan = capsys.readouterr().out.split("\ndry run: nothing was started\n")
+    plan, _, end = plan.partition("[prepare 1/")
     note = "the tokenizer ends every text with </s>, also before an answer, so accuracies say nothing"
-    assert f"warning      m: {note}" in plan and f"note: m: {note}" in end
+    assert f"warning      m: {note}" in plan and f"warning      m: {note}" in short and f"note: m: {note}" in end
     assert "  ! The tokenizer ends every text with a special token" in end
     store = FolderStore(tmp_path / "r" / "one")
     (trial,), dense = Ledger(store).records(), read_baselines(store)["m"]

@@ -72,6 +72,14 @@ def test_nothing_is_drawn_unasked_or_unseen(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_is_waited_for_stands_on_the_line_and_goes() -> None:
+    with terminal() as screen, progress.shown(after_s=3600), progress.waiting("starting: something ..."):
+        assert screen.getvalue().endswith("\rstarting: something ...\r")
+    assert screen.getvalue().split("\r")[-3:] == [" " * len("starting: something ..."), "", ""]
+    with terminal() as screen, progress.waiting("starting: something ..."):
+        assert screen.getvalue() == ""
+
+
 def test_a_short_step_is_not_drawn_where_only_long_ones_are() -> None:
     with terminal() as screen, progress.shown(after_s=3600):
         steps(2, 5)
@@ -127,7 +135,7 @@ def test_the_stages_of_a_search_in_this_process_fill_their_bars(
     stages = {"weights", "perplexity", "tasks", "zero-shot", "gradients", "removals"}
     assert stages <= {bar.desc for bar in bars} and all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
     lines = screen.getvalue().split("\n")
-    assert any(line.rpartition("\r")[2].startswith("[1/1] running 0, failed 0, best acc") for line in lines)
+    assert any(line.rpartition("\r")[2].startswith("[1/1] running 0, failed 0, best accuracy .") for line in lines)
     for seen in (part for line in lines for part in line.split("\r")):  # a bar or another text, not some of both
         assert ("ETA" in seen and "|" in seen) + ("running" in seen) + ("[prepare" in seen) < 2, seen
 

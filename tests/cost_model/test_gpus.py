@@ -15,7 +15,7 @@ import torch
 from tests.cost_model.test_cost_model import SPEED, work
 from tune_prune import prune
 from tune_prune.cli import plan_text
-from tune_prune.cli.plan_text import describe
+from tune_prune.cli.plan_details import describe
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import MachineError, UserError
@@ -137,8 +137,10 @@ def test_bfloat16_is_for_gpus_that_compute_in_it(planned, monkeypatch: pytest.Mo
     assert planned([CARD]).models[0].run.dtype == "bfloat16"
     both = planned([CARD, ("T4", 7, 14, 15)])
     assert both.models[0].run.dtype == "float32"
-    said = "dtype        float32, as T4 cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES"
-    assert said in describe(both)
+    said = (
+        "all trials compute in float32, as T4 cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES"
+    )
+    assert all(said in " ".join(text(both).split()) for text in (describe, plan_text.describe))
     alone, asked = planned([("T4", 7, 14, 15)]), planned([CARD, ("T4", 7, 14, 15)], dtype="float32")
     assert alone.models[0].run.dtype == asked.models[0].run.dtype == "float32"
     assert not any("bfloat16" in describe(plan) for plan in (alone, asked))
@@ -165,7 +167,7 @@ def test_batches_are_smaller_where_little_is_free(planned) -> None:
     free = (whole.memory.total - 2**20) / GIB / 0.9  # of which 90% are used
     plan = planned([("A10", 8, free, free)])
     assert (str(whole.memory.way), str(plan.memory.way)) == ("resident", "resident, 1/2 at once")
-    assert "resident, 1/2 at once" in plan_text.describe(plan)
+    assert "resident, 1/2 at once" in describe(plan) and ": fits, in smaller batches\n" in plan_text.describe(plan)
 
 
 def test_a_share_that_was_asked_for_must_hold_a_trial(planned) -> None:

@@ -54,7 +54,7 @@ AGAIN = (*KEPT, "--tasks", "piqa")
 
 
 def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> None:
-    assert "kept/mine  (1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
+    assert "kept/mine (1 of 6 trials are done)" in plan_text(*AGAIN)
 
 
 def test_what_an_adaptive_search_has_left_is_counted_by_group(tmp_path: Path, plan_text: Callable[..., str]) -> None:
@@ -95,12 +95,12 @@ def test_what_an_adaptive_search_has_left_is_counted_by_group(tmp_path: Path, pl
     for record in groups["none"]:
         Ledger(store).write(record)
     out = plan_text(*argv)
-    assert "kept/mine  (2 of 4 trials are in its ledger)" in out and "nothing is left" not in out
+    assert "kept/mine (2 of 4 trials are done)" in out and "nothing is left" not in out
     assert re.search(r"^recovery +2 ", out, re.MULTILINE)
     for record in groups["lora"][:2]:
         Ledger(store).write(record)
     out = plan_text(*argv)
-    assert "(4 of 4 trials are in its ledger)" in out and "nothing is left to compute" in out
+    assert "(4 of 4 trials are done)" in out and "nothing is left to compute" in out
     assert "; 1 at once;" in out  # memory is planned for one
 
 
@@ -156,7 +156,7 @@ def test_an_experiment_from_before_there_were_shapes_is_of_the_free_one(
     assert about["models"]["tiny-llama"]["meaning"].pop("shape") == "free"
     del about["checksum"]
     (started / EXPERIMENT).write_text(json.dumps(about))
-    assert "(1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
+    assert "(1 of 6 trials are done)" in plan_text(*AGAIN)
     assert "shape was free, is aligned-16" in refusal(
         *AGAIN, "--shape", "aligned", "--align", "16", "--gpus-per-trial", "0"
     )
@@ -228,7 +228,7 @@ def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
         if (config.method, config.num_samples) == ("own", 8):
             record = replace(record, method_code="")  # of an older version: nobody knows
         Ledger(store).write(record)
-    done = "(3 of 3 trials are in its ledger)"
+    done = "(3 of 3 trials are done)"
     assert done in plan_text(*argv)
     write_own(OWN.replace(" of a user's", "").replace("):\n    return", "):  # the same\n\n    return"))
     assert done in plan_text(*argv)
@@ -240,7 +240,7 @@ def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
     assert refusal(*argv).strip() == said
     with pytest.raises(UserError, match="the code of method own"):  # another search may have made them meanwhile
         experiment.write(store, plan, ["python"])
-    assert "(1 of 3 trials are in its ledger)" in plan_text(*argv[:3], str(others), *argv[4:])  # random's
+    assert "(1 of 3 trials are done)" in plan_text(*argv[:3], str(others), *argv[4:])  # random's
     assert "own@" not in plan_text(*argv[:-3], "another", *argv[-2:])
     write_own(OWN)
     assert done in plan_text(*argv)

@@ -112,7 +112,7 @@ def test_a_dry_run_says_of_every_stage_what_it_takes_and_how(bound: int, plan_te
             r"^(importance|removal|pruning|kl|perplexity|zero-shot) +\d.* (\d+) MiB  +(.*)$", out, re.MULTILINE
         )
         seen[bool(more)] = {stage: (int(peak), way) for stage, peak, way in rows}
-        assert ("tiny-llama: gradients by layer; of the whole model at once a trial would take" in out) == bool(more)
+        assert ("tiny-llama: layer by layer; with the whole model in memory a trial would take" in out) == bool(more)
     assert list(seen[True]) == ["importance", "removal", "pruning", "kl", "perplexity", "zero-shot"]
     whole, by_layer = seen[False].pop("importance"), seen[True].pop("importance")
     assert (whole[1], by_layer[1]) == ("resident", "by layer") and by_layer[0] < whole[0]

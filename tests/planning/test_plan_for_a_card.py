@@ -41,7 +41,9 @@ def test_the_way_and_the_time_are_those_of_the_card(mistral: tuple[str, ...], pl
     small, large = plan_text(*mistral, "--gpu", "RTX 4090"), plan_text(*mistral, "--gpu", "h200")
     assert "planned for 1 x RTX 4090 (23.6 GiB), not for this machine; a trial takes 4 CPU, 1 GPU" in small
     assert "; 1 at once;" in small
-    held = re.search(r"streamed, states in host memory, pruned copies whole \((\S+ GiB)\)", small)
+    held = re.search(
+        r"weights read from disk while it works, (\S+ GiB) more in main memory, pruned copies whole", small
+    )
     assert held and in_gib(held[1]) > 30
     assert "a trial takes 4 CPU, 0.5 GPU and about 56.4 GiB; 2 at once;" in large and "pruned copies" not in large
     cost = [re.search(r"about (\S+) to \S+ on .* at 40% of (\d+) TFLOP/s", out) for out in (small, large)]
@@ -50,6 +52,15 @@ def test_the_way_and_the_time_are_those_of_the_card(mistral: tuple[str, ...], pl
     assert passes[0] and passes[1]
     # Twice as many trials share the H200, so that each takes twice as long there; on the RTX 4090 weights are read, too.
     assert seconds(passes[0][1]) > 165 / 989 * seconds(passes[1][1])
+
+
+def test_ten_lines_say_whether_it_fits_and_how_long(mistral: tuple[str, ...], plan_text: Callable[..., str]) -> None:
+    out = plan_text(*mistral, "--gpu", "RTX 4090", verbose=False)
+    fits = re.search(r"^memory +(\S+) GiB of 23.6 GiB: fits, weights read from disk while it works, ", out, re.M)
+    assert fits and float(fits[1]) < 23.6 and " GiB more in main memory\n" in out
+    assert re.search(r"^time +\S+ to \S+ \(\S+ GPU-hours\); computed for 1 x RTX 4090, not measured$", out, re.M)
+    assert "shape        aligned-256: fast on a GPU" in out
+    assert "\ntime         not known: how fast such a GPU is" in plan_text(*mistral, "--gpu", "24GB", verbose=False)
 
 
 def test_a_plan_for_a_card_needs_no_weights(
@@ -147,7 +158,7 @@ def test_what_was_searched_here_is_no_part_of_it(
     printed(search.main, *argv, "--inline", "--gpus-per-trial", "0")
     for card in ("4090", "t4"):
         out = plan_text(*argv, "--gpu", card)
-        assert "trials are in its ledger" not in out and re.search(r"^zero-shot +7 ", out, re.MULTILINE), out
+        assert "trials are done" not in out and re.search(r"^zero-shot +7 ", out, re.MULTILINE), out
 
 
 def test_nothing_is_searched_for_a_card(refused: Callable[..., str]) -> None:

@@ -62,7 +62,7 @@ def test_of_what_may_be_the_best_some_are_trained_on_their_draws(searched) -> No
     wanted = {f"{name}-lora" for name in trained.configurations}
     wanted |= {f"{name}-r1-lora" for name in trained.configurations if "-s64-" in name}
     assert len(wanted) > 3 and names == wanted and not keys & given
-    assert "training of 3 of 18 configurations" in str(trained)
+    assert "training the 3 most promising of 18, by " in str(trained)
 
 
 def test_right_choices_log_probability_tells_apart_what_accuracy_cannot(searched) -> None:
@@ -76,7 +76,7 @@ def test_right_choices_log_probability_tells_apart_what_accuracy_cannot(searched
         (trained,), keys = recoveries.choose(plan, SimpleNamespace(models={name: measured}), given)
         order, possible = rows.sort_values(by, ascending=False)["name"], {*found.tied, rows["name"].iloc[-1]}
         assert list(trained.configurations) == [one for one in order if one in possible][:3]
-        assert trained.by == by and ("log-probability" in str(trained)) == (by != "acc_mean") and keys
+        assert trained.by == by and ("right answers" in str(trained)) == (by != "acc_mean") and keys
 
 
 def test_what_is_worse_for_certain_is_not_trained(searched) -> None:
@@ -154,12 +154,14 @@ def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.
     argv += ["--limit", "8", "--tasks", "piqa", "--gpus-per-trial", "0", "--recover", "1"]
     assert search.main(argv) == 0
     said = capsys.readouterr().out
-    assert "6 configurations a model, at most 4 trials" in said and "up to 1 of each model" in said
-    (line,) = re.findall(r"^recovery     (tiny-llama: training of 1 of 3 .*)$", said, re.MULTILINE)
+    assert "3 ways to prune it by 20%" in said and "the 1 most promising get a short training; at most 4 trials" in said
+    (line,) = re.findall(
+        r"^recovery     (tiny-llama: training the most promising of 3, by .*\n +.*)$", said, re.MULTILINE
+    )
     store = FolderStore(tmp_path / "trained")
     configs = [PruningConfig.from_dict(record.config) for record in Ledger(store).records()]
     trained = [config for config in configs if config.recovery == "lora"]
-    assert len(configs) == 4 and len(trained) == 1 and f"({trained[0].untrained().name})" in line
+    assert len(configs) == 4 and len(trained) == 1 and line.split()[-1] == trained[0].untrained().name
     (decided,) = (read_about(store) or {})["recovered"]
     assert decided["configurations"] == [trained[0].untrained().name]
     results = load(tmp_path / "trained")
@@ -169,7 +171,7 @@ def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.
     assert search.main(argv) == 0  # everything is there: the same decision, and nothing is run
     again = capsys.readouterr().out
     assert line in again and len(Ledger(store).records()) == 4
-    assert "trials are in its ledger" in again
+    assert "(4 of 4 trials are done)" in again
 
 
 @pytest.mark.parametrize("draws", [None, 2])

@@ -68,12 +68,11 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert f"{kv_heads} x {group:,}" in row and f"{config['intermediate_size']} x {3 * hidden:,}" in row
     assert "3 methods x 2 seq_len x 1 num_samples = 6 configurations a model, 6 trials" in out
     assert "experiment   ray_results/tiny-llama-25-smoke-limit10\n" in out
-    assert "2 zero-shot tasks, at most 10 items each" in out and " piqa, boolq\n" in out
-    assert (
-        "stages       importance, removal, pruning, kl, perplexity, zero-shot 6.25% / 12.5% / 25% / 50% / 100%" in out
-    )
+    assert "; 2 benchmarks (piqa, boolq), at most 10 questions each\n" in out
+    assert "stages       importance, removal, pruning, kl, perplexity, zero-shot " in out
+    assert ": 6.25% / 12.5% / 25% / 50% / 100% of all questions\n" in out
     assert "a trial takes 1 CPU, 0 GPU and about" in out and f"; {CPUS} at once;" in out
-    assert "shared       2 gradient passes, 2 removal passes a model, one of each per seq_len; 1 dense baseline" in out
+    assert "original; 2 runs of the sample text for each of: gradient, removal (one per seq_len)\n" in out
 
 
 KEPT = (*TINY, "--storage-path", "kept", "--name", "mine")
@@ -151,7 +150,7 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
         monkeypatch.setattr(devices, "bfloat16_speed", lambda speed=speed: speed)
         monkeypatch.setattr(resources_text, "bfloat16_speed", devices.bfloat16_speed)
         shown += [
-            "dtype        bfloat16, but this CPU multiplies matrices 0.2 times as fast" in plan_text(*TINY, *flags)
+            "bfloat16 was asked for, but this CPU multiplies matrices 0.2 times as fast" in plan_text(*TINY, *flags)
             for flags in (("--dtype", "bfloat16", "--gpus-per-trial", "0"), ("--gpus-per-trial", "0"))
         ]
     assert shown == [True, False, False, False]
@@ -190,7 +189,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(
         monkeypatch.setattr("tune_prune.cli.resources_text.NVIDIA", place)
         if hidden is not None:  # what somebody does who wants the CPUs
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        shown.append("GPU          this machine has an NVIDIA GPU that torch" in plan_text(*TINY))
+        shown.append("does not see this machine's NVIDIA GPU" in plan_text(*TINY, verbose=False))
     assert shown == [False, True, False]
 
 
@@ -442,8 +441,8 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     assert {found for _, found in make_plan(search.settings_from(args)).models[0].trials} == both
     space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
     out = plan_text("--model", "tiny-llama", "--search-space", space)
-    assert "2 gradient passes" not in out and "4 gradient passes a model, one per seq_len, draw, text" in out
-    assert "2 texts, each with 2 draws, seeds 0, 2" in out and "(equal parts of 2 texts, in turn)" in out
+    assert "4 runs of the sample text for each of: gradient (one per seq_len, seed, calibration)" in out
+    assert "2 texts, each with seeds 0, 2: as many runs" in out and "(equal parts of 2 texts, in turn)" in out
     sentence = refusal("--model", "tiny-llama", "--search-space", space, "--calibration", "c4")
     assert "--calibration is c4, but " in sentence and "list it there, too" in sentence
     assert "--seeds is 0, 1, but" in refusal("--model", "tiny-llama", "--search-space", space, "--seeds", "0,1")

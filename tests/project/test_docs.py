@@ -122,7 +122,7 @@ def test_the_data_of_the_hub_lie_where_a_search_finds_them(
     (block,) = (block for block in document if block.language == "python")
     exec(compile(block.text, "data.md", "exec"), {})
     told = plan_text("--model", TINY_FOLDER, "--search-space", "smoke", "--data-dir", "data")
-    assert "7 zero-shot tasks" in told and "wikitext2-raw.train.txt" in told
+    assert "7 benchmarks" in told and "wikitext2-raw.train.txt" in told
 
 
 @pytest.mark.slow

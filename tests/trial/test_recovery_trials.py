@@ -172,7 +172,7 @@ def test_a_recovery_is_searched_pruned_and_evaluated_as_recorded(printed, tmp_pa
     common = ("--limit", "10", "--tasks", "boolq,piqa")
     stored = ("--storage-path", tmp_path, "--name", "one")
     argv = ("--model", "tiny-llama", "--inline", "--search-space", space, *common, *stored)
-    plan = printed(search.main, *argv, "--dry-run")
+    plan = printed(search.main, *argv, "--dry-run", "--verbose")
     assert "stages       importance, pruning, recovery, kl, perplexity, zero-shot" in plan
     tokens = 128 * 2 * (6 * 4 + 16 + 2 * 16 + 6 * 4)
     assert [line.split()[:3] for line in plan.splitlines() if line.startswith("recovery ")] == [

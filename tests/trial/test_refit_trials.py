@@ -138,7 +138,7 @@ def test_a_refit_is_searched_pruned_and_evaluated_as_recorded(printed, tmp_path)
         "--name",
         "one",
     )
-    plan = printed(search.main, *argv, "--dry-run")
+    plan = printed(search.main, *argv, "--dry-run", "--verbose")
     assert "stages       importance, pruning, refit, kl, perplexity, zero-shot" in plan
     assert [line.split()[:3] for line in plan.splitlines() if line.startswith("refit ")] == [["refit", "2", "4,096"]]
     printed(search.main, *argv)

@@ -132,7 +132,7 @@ def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
     places = {"/shared": tmp_path / "not" / "yet", "smoke": space, "auto": address}
     for word, place in places.items():
         command = command.replace(word, str(place))
-    argv = [*shlex.split(command)[2:], "--tasks", "boolq", "--limit", "2"]
+    argv = [*shlex.split(command)[2:], "--tasks", "boolq", "--limit", "2", "--verbose"]
     done = subprocess.run(
         [sys.executable, "-c", OFF_THE_HEAD, *argv],
         env=environment,

@@ -42,8 +42,8 @@ def test_one_job_per_model_and_seq_len_and_one_per_baseline(specs):
     jobs = prepare_jobs(specs, [specs[0].run])
     assert [str(job) for job in jobs] == [
         "baseline of one",
-        "statistics at seq_len 32 of one",
-        "statistics at seq_len 16 of one",
+        "sample text at seq_len 32 through one",
+        "sample text at seq_len 16 through one",
     ]
     assert jobs[0].needs == ()
     gradients = [Need("taylor", "", 8), Need("taylor", "", 40)]

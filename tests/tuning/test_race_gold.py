@@ -179,7 +179,7 @@ def test_a_trial_far_behind_is_stopped_with_its_reason_in_nats():
     assert rule.stops(message("bad000-key", 0, {"boolq": (-1.5, -2.5) * 45}, sizes))
     # D = 1; V = 0.75 (45 (0.5^2 + 1.5^2)) / 90^2, M = 0.75 / 90, L = 3 sqrt(1.25): sqrt(V + M L D) = 0.1957
     assert rule.reasons == {
-        "bad000-key": "stopped by the race: behind taylor-s16-n1-good00 by 1.000 ± 0.196 nats on 90 of 360 items "
+        "bad000-key": "stopped by the race: behind taylor-s16-n1-good00 by 1.000 ± 0.196 nats on 90 of 360 questions "
         "(limit 2.0 standard errors, confidence 95% for all trials of the model)"
     }
 

@@ -64,7 +64,7 @@ def test_a_trial_far_behind_is_stopped_with_its_reason():
     assert rule.stops(message("bad000-key", 1, 0.2))
     # D = 0.6; V = 0.75 (60 / 200^2 + 30 / 100^2), M = 0.75 / 100: sqrt(V + M D) = 0.0886; Phi^-1(1 - 0.05 / 2) = 1.96
     assert rule.reasons == {
-        "bad000-key": "stopped by the race: behind taylor-s16-n1-good00 by 60.0 ± 8.9 points on 150 of 600 items "
+        "bad000-key": "stopped by the race: behind taylor-s16-n1-good00 by 60.0 ± 8.9 points on 150 of 600 questions "
         "(limit 2.0 standard errors, confidence 95% for all trials of the model)"
     }
     assert not rule.stops(message("good00-key", 1, 0.8))

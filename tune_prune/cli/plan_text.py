@@ -1,134 +1,180 @@
-"""The plan of a search as text for the screen: configurations, data, stages, resources, each model's budget, the cost."""
+"""The plan of a search in about ten lines, the answer first: how many ways to prune, how long, and whether it fits.
+
+`cli.plan_details` has the whole of it, for --verbose.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tune_prune.analysis.cost import between, duration, passes
+from tune_prune.analysis.cost import between
 from tune_prune.checkpoint.sizes import aligned
-from tune_prune.cli.resources_text import (
-    dtype_lines,
-    held,
-    listed,
-    memory_lines,
-    node_lines,
-    resources_line,
-    unseen_gpu_lines,
-)
-from tune_prune.core.config import OTHER_TEXT, ModelRun, alignment, group_labels
-from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
+from tune_prune.cli.resources_text import fit_line, held_in_words, listed, to_mend
+from tune_prune.core.config import OTHER_TEXT, ModelRun, PruningConfig, alignment
+from tune_prune.core.process.machine import size
 from tune_prune.core.store import Location, ObjectPath
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.core.values.kinds import texts_of
-from tune_prune.cost_model.device_speed import REACHED
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.data.sources import perplexity_text_name
-from tune_prune.planning.plan import Plan
-from tune_prune.planning.recoveries import expected
+from tune_prune.planning.plan import ModelPlan, Plan
+from tune_prune.planning.recoveries import expected, is_withheld
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
-from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
+
+WIDTH, _NAMES = 120, 13  # columns of a line, and of the name before it
+NAMED_TESTS = 3  # so many benchmarks have their names in the line of the tests
+
+Row = tuple[str, str]  # its name, and what it says
 
 
 def describe(plan: Plan) -> str:
     """The plan as text for the screen."""
-    space, first = plan.space, plan.models[0]
-    total, recover = plan.trials_per_model * len(plan.models), plan.settings.recover
-    if recover is not None:
-        total = sum(len(expected(plan, (config for config, _ in model.trials))) for model in plan.models)
-    done = total - plan.left
-    protocol = first.run.protocol
-    items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
-    methods = space.values["method"]
-    groups = [len(space.values[name]) for name in ("seq_len", "seed", "calibration")]
-    used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
-    statistics = [load_statistic(name) for name in used]
-    made = listed([passes(prod(groups), statistic.label) for statistic in statistics])
-    if made:
-        per = [
-            name
-            for name, count in zip(("seq_len", "draw", "text"), groups, strict=True)
-            if count > 1 or name == "seq_len"
-        ]
-        each = f"one {'of each ' if len(statistics) > 1 else ''}per {listed(per)}"
-        made += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
+    first, done = plan.models[0], trials(plan) - plan.left
     rows = [
-        (
-            "experiment",
-            f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
-        ),
-        ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws or recover else ''}{total} trials"),
-        ("", "; ".join(f"{row.name} {listed(space.values[row.name])}" for row in _searched(plan))),
-        *_shapes(plan),
-        *(("recovery", f"up to {recover} {one} trained, once all others are measured") for one in _trained(plan)),
-        *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
-        *(("" if index else "calibration", line) for index, line in enumerate(_calibration(plan))),
-        (
-            "evaluation",
-            f"perplexity on {perplexity_text_of(first.run)}; {len(protocol.tasks)} zero-shot tasks, {items}",
-        ),
-        ("", ", ".join(protocol.tasks)),
-        *(("warning", f"{model.run.label}: {note}") for model in plan.models for note in model.workload.notes),
-        (
-            "stages",
-            ", ".join([*(statistic.stage for statistic in statistics), *_model_stages(plan), "zero-shot "])
-            + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
-        ),
-        ("shared", f"{made}1 dense baseline a model"),
-        ("resources", resources_line(plan)),
-        *(("GPU", line) for line in unseen_gpu_lines(plan)),
-        *(("dtype", line) for line in dtype_lines(plan)),
-        *(("nodes" if index == 0 else "", line) for index, line in enumerate(node_lines(plan))),
-        *(("" if index else "memory", line) for index, line in enumerate(memory_lines(plan))),
+        ("plan", _ways(plan)),
+        ("time", _time(plan)),
+        ("memory", fit_line(plan)),
+        *_models(plan),
+        ("sample text", _sample_text(plan)),
+        ("tests", tests(first.run)),
+        *_shape(plan),
+        *(("warning", f"{model.run.label}: {note}") for model in plan.models for note in model.workload.warnings),
+        *(("warning", line) for line in to_mend(plan)),
+        *_cluster(plan),
+        ("results", shown_path(plan.experiment_dir) + done_so_far(plan, done)),
+        ("details", "--verbose says what each step takes: time, tokens, memory"),
     ]
-    lines = [f"{name:<12} {text}" for name, text in rows]
-    return "\n".join([*lines, "", *aligned(_models(plan)), "", *_cost(plan)])
+    return "\n".join(lines(rows))
 
 
-def _model_stages(plan: Plan) -> list[str]:
-    """Those between the statistics and the zero-shot slices."""
-    usual = {switch: {HYPERPARAMETERS[switch].default} for switch in RECIPE_STAGES.values()}
-    wanted = {switch: set(plan.space.values[switch]) != found for switch, found in usual.items()}
-    return [stage for stage in MODEL_STAGES[:-1] if wanted.get(RECIPE_STAGES.get(stage, ""), True)]
-
-
-def _trained(plan: Plan) -> list[str]:
-    """Which may be trained by --recover; nothing without it."""
-    several = len(plan.space.values["pruning_ratio"]) > 1
-    each = f"of each model{' and pruning ratio' * several} that may still be the best are"
-    return [] if plan.settings.recover is None else [each]
-
-
-def _searched(plan: Plan) -> list[Hyperparameter]:
-    """Those that every space names, and of the others those with several values or one off its default; shapes have lines of
-    their own, and a single ratio is in the table of models."""
-    usual = {"shape": (plan.space.values["shape"][0],), "pruning_ratio": plan.space.values["pruning_ratio"][:1]}
-    return [
-        row
-        for name, row in HYPERPARAMETERS.items()
-        if row.required or plan.space.values[name] != usual.get(name, (row.default,))
-    ]
-
-
-def _search(plan: Plan) -> str:
-    """How the configurations are searched, and how many they are."""
-    space = plan.space
-    lists = [
-        f"{len(space.values[row.name])} {'methods' if row.name == 'method' else row.name}" for row in _searched(plan)
-    ]
-    points = space.size * len(space.values["pruning_ratio"])
-    if space.search == "optuna":
-        of = [name for name in ("pruning_ratio", "recovery") if len(space.values[name]) > 1]
-        each = " and ".join(["a model", *(HYPERPARAMETERS[name].label.lower() for name in of)])
-        goal = "" if plan.objective == "accuracy" else f", by {plan.objective}"
-        return (
-            f"optuna (TPE) on {space.name}: {space.num_trials} of {max(plan.group_sizes)} configurations {each}{goal}"
+def lines(rows: Iterable[Row]) -> list[str]:
+    """A row each, and more where it is wider than a screen: broken between words."""
+    found = []
+    for name, text in rows:
+        parts = textwrap.wrap(
+            text, WIDTH - _NAMES, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
         )
-    product = prod(len(values) for values in space.values.values())
-    found = str(points) if product == points else f"{product} points, {points} distinct"
-    return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"
+        found += [f"{name if index == 0 else '':<12} {part}" for index, part in enumerate(parts)]
+    return found
+
+
+def trials(plan: Plan) -> int:
+    """How many the search comes to, at most."""
+    if plan.settings.recover is None:
+        return plan.trials_per_model * len(plan.models)
+    return sum(len(expected(plan, (config for config, _ in model.trials))) for model in plan.models)
+
+
+def ways(plan: Plan) -> int:
+    """How many configurations are compared of each model at each pruning ratio, whatever sample text they are given."""
+    own = (config for config, _ in plan.models[0].trials if not is_withheld(plan, config))
+    return len({replace(config, seed=None, pruning_ratio=PruningConfig.pruning_ratio) for config in own})
+
+
+def done_so_far(plan: Plan, done: int) -> str:
+    return f" ({done:,} of {trials(plan):,} trials are done)" if done else ""
+
+
+def _ways(plan: Plan) -> str:
+    settings, values, several = plan.settings, plan.space.values, len(plan.models) > 1
+    number = picked = ways(plan)
+    count = f"{number:,} way{'s' * (number != 1)}"
+    if plan.space.search == "optuna":
+        number = max(plan.group_sizes)
+        picked = min(plan.space.num_trials or number, number)
+        count = f"optuna tries {picked:,} of {number:,} ways"
+    by = " and ".join(f"{100 * ratio:.4g}%" for ratio in values["pruning_ratio"])
+    if plan.space.search == "optuna" and len(values["recovery"]) > 1:
+        by += ", both without and with a short training"
+    text = f"{count} to prune {'each' if several else 'it'} by {by}, each tested"
+    if settings.draws is not None:
+        text += f" once; those that could be the best up to {settings.draws} times, with other sample text"
+    elif (runs := len(values["seed"])) > 1:
+        text += f" {runs} times, with other sample text"
+    if settings.recover is not None:
+        each = " and ".join(["model"] * several + ["ratio"] * (len(values["pruning_ratio"]) > 1))
+        best = f"most promising{f' of each {each}' * bool(each)}"
+        best = f"{best} gets" if settings.recover == 1 else f"{settings.recover} {best} get"
+        text += f"; then the {best} a short training"
+    total, most = trials(plan), "at most " * bool(settings.draws or settings.recover)
+    if total != picked:
+        text += f"; {most}{total:,} trials"
+    at_once = "one after the other" if plan.slots == 1 else f"{plan.slots} at once"
+    label = f"{len(plan.models)} models" if several else plan.models[0].run.label
+    return f"{label}: {text}; {at_once}"
+
+
+def _time(plan: Plan) -> str:
+    cost = plan.cost
+    if cost is None:
+        return f"not known: {unpredicted(plan)}"
+    if not cost.wall_seconds:
+        return "nothing is left to compute"
+    less = ", or less" * any("upper bound" in note for note in cost.notes)
+    gpu_hours = f" ({cost.gpu_hours:.2g} GPU-hours)" * bool(cost.gpu_hours)
+    where = "by the speed measured here"
+    if plan.card:
+        where = f"computed for {plan.card.count} x {plan.card.name}, not measured"
+    elif plan.settings.address:
+        where = "by the speed measured on the cluster"
+    return f"{between(cost.wall_range)}{gpu_hours}{less}; {where}"
+
+
+def unpredicted(plan: Plan) -> str:
+    """Why there is no prediction, and what gives one."""
+    if plan.card is None:
+        return "no worker of the cluster was free to measure its speed"
+    step = "leave out --dtype" if plan.card.peaks else "name its kind, e.g. --gpu 4090"
+    return f"how fast such a GPU is in {plan.models[0].run.dtype} is not known; {step}"
+
+
+def _models(plan: Plan) -> list[Row]:
+    """Parameters, and how many of them go: a sentence for one model, a table of several."""
+    ratios = plan.space.values["pruning_ratio"]
+    if len(plan.models) == 1:
+        (model,) = plan.models
+        going = [f"{model.targets[ratio]:,}" + f" ({100 * ratio:.4g}%)" * (len(ratios) > 1) for ratio in ratios]
+        return [("model", f"{model.geometry.total_params:,} parameters, {' or '.join(going)} of them to go")]
+    head = ("", "parameters", *(f"to go, {100 * ratio:.4g}%" for ratio in ratios), "memory a trial")
+    table = aligned([head, *(_row(model, ratios) for model in plan.models)])
+    return [("models" if index == 0 else "", line) for index, line in enumerate(table)]
+
+
+def _row(model: ModelPlan, ratios: Sequence[float]) -> tuple[str, ...]:
+    how = held_in_words(model.memory)
+    numbers = [f"{count:,}" for count in (model.geometry.total_params, *(model.targets[ratio] for ratio in ratios))]
+    return (model.run.label, *numbers, size(model.memory.total) + f", {how}" * bool(how))
+
+
+def _sample_text(plan: Plan) -> str:
+    run, configs = plan.models[0].run, [config for config, _ in plan.models[0].trials]
+    recipes = any(config.compensation != "none" or config.recovery != "none" for config in configs)
+    if not recipes and not any(load_method(method).statistics for method in plan.space.values["method"]):
+        return "none: what is searched reads no data"
+    texts = dict.fromkeys(run.of(config).calibration for config in configs)
+    shown = listed("+".join(str(shown_path(part)) for part in texts_of(text)) for text in texts)
+    counts, lengths = (plan.space.values[name] for name in ("num_samples", "seq_len"))
+    return f"{shown}: {_one_of(counts)} samples of {_one_of(lengths)} tokens"
+
+
+def _one_of(values: Collection[int]) -> str:
+    """Few of them by name, of many the ends."""
+    ordered = [f"{value:,}" for value in sorted(values)]
+    if len(ordered) > 5:
+        return f"{ordered[0]} to {ordered[-1]}"
+    return " or ".join(filter(None, (", ".join(ordered[:-1]), ordered[-1])))
+
+
+def tests(run: ModelRun) -> str:
+    """What every pruned model is measured on, in words."""
+    protocol = run.protocol
+    count, most = len(protocol.tasks), protocol.limit
+    questions = "all questions" if most is None else f"at most {most:,} question{'s' * (most > 1)} each"
+    names = f" ({listed(protocol.tasks)})" if count <= NAMED_TESTS else ""
+    return f"perplexity on {perplexity_text_of(run)}; {count} benchmark{'s' * (count > 1)}{names}, {questions}"
 
 
 def perplexity_text_of(run: ModelRun) -> str:
@@ -138,127 +184,37 @@ def perplexity_text_of(run: ModelRun) -> str:
     return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
 
 
-def _calibration(plan: Plan) -> list[str]:
-    """The texts, and how many draws of samples there are of each."""
-    run, kind = plan.models[0].run, HYPERPARAMETERS["calibration"].kind
-    texts = list(dict.fromkeys(run.of(config).calibration for config, _ in plan.models[0].trials))
-    shown = []
-    for text in texts:
-        parts = texts_of(text)
-        each = f" (equal parts of {len(parts)} texts, in turn)" if len(parts) > 1 else ""
-        shown.append("+".join(str(shown_path(part)) for part in parts) + each)
-    if len(texts) == 1:
-        return [f"{shown[0]}, {_draws(plan)}"]
-    return [
-        f"{len(texts)} texts, each with {_draws(plan)}",
-        *(f"{kind.short(t)}: {s}" for t, s in zip(texts, shown, strict=True)),
-    ]
-
-
-def _draws(plan: Plan) -> str:
-    """How many draws of calibration samples there are, and their seeds."""
-    seeds = [plan.settings.seed if seed is None else seed for seed in plan.space.values["seed"]]
-    if plan.settings.draws is not None:
-        by = "" if plan.settings.draws_by == "accuracy" else f" by {plan.settings.draws_by}"
-        return f"seed {seeds[0]}; up to {len(seeds)} draws (seeds {listed(seeds)}) of what may still be the best{by}"
-    return f"seed {listed(seeds)}" if len(seeds) == 1 else f"{len(seeds)} draws, seeds {listed(seeds)}"
-
-
-def _models(plan: Plan) -> list[tuple[str, ...]]:
-    """The table of models and pruning ratios: what is removed of each, and what a KV group and an MLP channel cost."""
-    ratios = plan.space.values["pruning_ratio"]
-    cuts = {(model.run.label, ratio): (model.run.label, ratio, "none") for model in plan.models for ratio in ratios}
-    labels = group_labels(cuts.values())
-    remove = f"remove {ratios[0]:.4g}" if len(ratios) == 1 else "remove"
-    table: list[tuple[str, ...]] = [
-        ("model", "parameters", remove, "removable", "layers", "KV group", "MLP channel", "dtype")
-    ]
-    for model in plan.models:
-        g = model.geometry
-        removable = " / ".join(f"{shapes.removal_bounds(g, shape).most:,}" for shape in model.shapes)
-        layers = (
-            str(g.num_layers),
-            f"{max(g.kv_heads)} x {max(g.group_cost):,}",
-            f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
-            model.run.dtype,
-        )
-        for ratio, target in model.targets.items():
-            table.append(
-                (labels[cuts[model.run.label, ratio]], f"{g.total_params:,}", f"{target:,}", removable, *layers)
-            )
-    return table
-
-
-def _shapes(plan: Plan) -> list[tuple[str, str]]:
-    """What the pruned layers will look like, and how fast they are: a line for each kind of shape, unless all models are small and
-    all shapes free."""
+def matters(plan: Plan) -> bool:
+    """Whether there is anything to say of the shapes: not of small models with free ones."""
     large = any(model.geometry.total_params >= shapes.LARGE_PARAMS for model in plan.models)
-    found: dict[tuple[int, str], dict[str, str]] = {}  # place in the list and kind -> model -> the N of its MLP widths
-    for model in plan.models:
-        for index, shape in enumerate(model.shapes):
-            found.setdefault((index, shape.partition("-")[0]), {})[model.run.label] = str(alignment(shape) or 1)
-    if list(found) == [(0, "free")] and not large:
+    return large or any(model.shapes != ("free",) for model in plan.models)
+
+
+def _shape(plan: Plan) -> list[Row]:
+    """A line for each shape, with when to choose another; none where that does not matter."""
+    if not matters(plan):
         return []
-    heads = {model.run.label: listed(model.geometry.uniform_kv_heads) for model in plan.models}
-    lines = []
-    for (_, kind), multiples in sorted(found.items()):
-        of = f" ({', '.join(multiples)})" if len(multiples) < len(plan.models) else ""
-        if kind == "free":
-            lines.append(f"free: each layer has its own widths{of}{_SLOW if large else ''}")
-        elif kind == "uniform":
-            any_width = set(multiples.values()) == {"1"}
-            width = "width" if any_width else f"width, a multiple of {_by_model('{}', multiples)},"
-            groups, slow = _by_model("{} KV groups", heads), _ODD if any_width and large else ""
-            lines.append(f"uniform: one MLP {width} for all layers, and one of {groups} in each{of}{slow}")
-        else:
-            widths = f"MLP widths in multiples of {_by_model('{}', multiples)}, at least one KV group in every layer"
-            lines.append(f"aligned: {widths}{of}{_FAST if large else ''}")
-    return [("" if index else "shape", line) for index, line in enumerate(lines)]
+    large = any(model.geometry.total_params >= shapes.LARGE_PARAMS for model in plan.models)
+    told = dict.fromkeys((shape, _of_shape(shape, large)) for model in plan.models for shape in model.shapes)
+    rows = [("" if index else "shape", f"{shape}: {says}") for index, (shape, says) in enumerate(told)]
+    return [*rows, ("", "it is a part of the search: choose it now, with --shape")]
 
 
-# Mistral-7B's shape with 20% removed on an H100, beside the dense model (docs/gpu.md)
-_SLOW = "; on a GPU it took 2.2 times the dense model's time at 7B, where --shape aligned took 75%"
-_FAST = "; on a GPU it took 75% of the dense model's time at 7B, where --shape free took 2.2 times as long"
-
-_ODD = "; on a GPU matrix products of a width that is no multiple of 8 took seven times as long"
-
-
-def _by_model(text: str, values: Mapping[str, str]) -> str:
-    """`text` with its value filled in; with each model's where they differ."""
-    if len(set(values.values())) == 1:
-        return text.format(next(iter(values.values())))
-    return "; ".join(f"{text.format(value)} ({label})" for label, value in values.items())
+def _of_shape(shape: str, large: bool) -> str:
+    kind = shape.partition("-")[0]
+    if kind == "free":
+        return "for transformers" + "; slow on a GPU, where --shape aligned takes a third of the time" * large
+    if kind == "aligned":
+        return "fast on a GPU, quantises well; for vLLM choose --shape uniform"
+    odd = large and alignment(shape) is None
+    return "loads in whatever loads the family, as vLLM" + "; slow on a GPU, faster with --align 256" * odd
 
 
-def _cost(plan: Plan) -> list[str]:
-    """A line for each stage, with the peak of a worker's memory and how it holds the model, and the whole in one line."""
-    cost = plan.cost
-    if cost is not None and not cost.wall_seconds:
-        return ["cost         nothing is left to compute"]
-    about = cost is not None and any("~" in note for note in cost.notes)
-    stages = {} if cost is None else {stage.stage: stage for stage in cost.stages()}
-    table = [("stage", "times", "tokens", "FLOPs", "time", "memory", "way")]
-    for name in stages or in_order(stage.stage for model in plan.models for stage in model.memory.stages):
-        numbers = ("-", "-", "-", "-")
-        if stage := stages.get(name):
-            tokens = f"{'~' if about and name == 'zero_shot' else ''}{stage.tokens:,}" if stage.tokens else "-"
-            flops = f"{stage.flops:.1e}" if stage.flops else "-"
-            numbers = (str(stage.runs), tokens, flops, duration(stage.seconds))
-        table.append((name.replace("_", "-"), *numbers, *held(plan, name)))
-    if cost is None:
-        why = "no worker of the cluster was free to measure its speed"
-        if plan.card:
-            step = "leave out --dtype" if plan.card.peaks else "name its kind, e.g. --gpu 4090"
-            why = f"how fast such a GPU is in {plan.models[0].run.dtype} is not known; {step}"
-        return [*aligned(table), f"cost         not predicted: {why}"]
-    workers = f"{cost.slots} worker{'s' if cost.slots > 1 else ''}"
-    gpus = f", {cost.gpu_hours:.2g} GPU-hours" if cost.gpu_hours else ""
-    how = f"measured at {cost.load}"
-    if plan.card:
-        peak = plan.card.peaks[plan.models[0].run.dtype] / 1e12
-        how = f"computed, not measured: at {REACHED:.0%} of {peak:g} TFLOP/s, which small models do not reach"
-    total = f"cost         about {between(cost.wall_range)} on {workers}{gpus}, {how}"
-    return [*aligned(table), "; ".join([total, *cost.notes])]
+def _cluster(plan: Plan) -> list[Row]:
+    if not any(node.runs_trials for node in plan.nodes):
+        return []
+    gpus = sum(node.resources.get("GPU", 0) for node in plan.nodes)
+    return [("cluster", f"{len(plan.nodes)} machines, {gpus:g} GPUs; all have the same software, models and data")]
 
 
 def shown_path(path: Location | str) -> str:

@@ -162,6 +162,9 @@ def parser() -> Parser:
         "--dry-run", action="store_true", help="check everything, say whether it fits and how long it takes, and stop"
     )
     how.add_argument(
+        "--verbose", action="store_true", help="print the whole plan: time, tokens and memory of each stage"
+    )
+    how.add_argument(
         "--gpu", type=_card, metavar="KIND",
         help="with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB\n\n(docs/costs.md has the kinds; default: "
         "what is here)",

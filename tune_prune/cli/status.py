@@ -34,7 +34,7 @@ from tune_prune.core.records import FAILURES, TrialRecord, stranger
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal.escapes import printable
 from tune_prune.core.validation import Count, validated
-from tune_prune.core.values.measures import MEASURES
+from tune_prune.core.values.measures import MEASURES, fraction
 
 STALE_S = 35.0  # three of its beats (tuning.observers.status.BEAT_S) are missing
 _SHOWN = 8  # trials that run, classes of failure
@@ -239,7 +239,7 @@ def text(found: Mapping[str, Any]) -> str:
     planned = "" if trials["planned"] is None else f" of {trials['planned']:,}"
     counts = [f"{trials[state]:,} {words}" for state, words in _STATES.items() if trials[state]]
     lines = [("experiment", f"{found['experiment']} ({found['folder']})"), ("search", _of_search(found))]
-    earlier = f"; and {trials['earlier']:,} that earlier starts have left" if trials["earlier"] else ""
+    earlier = f"; and {trials['earlier']:,} of earlier starts" if trials["earlier"] else ""
     lines.append(("trials", f"{trials['done']:,}{planned} done{': ' * bool(counts)}{', '.join(counts)}{earlier}"))
     if found["state"] == "running":
         pieces = search["running"]
@@ -260,25 +260,35 @@ def text(found: Mapping[str, Any]) -> str:
     if found["state"] == "running" and search["eta_seconds"] is not None:
         passed = _age(search["eta_at"], datetime.now(UTC))
         lines.append(("time left", between([max(0.0, seconds - passed) for seconds in search["eta_seconds"]])))
-    lines.append(("GPU-hours", f"{found['gpu_hours']:.2f} of finished trials and passes"))
+    lines.append(("GPU-hours", f"{found['gpu_hours']:.2f} so far, of what is finished"))
     return "\n".join(printable(f"{name:<12} {line}") for name, line in lines)
 
 
 _STATES = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 
 
+# As a person says them; the others by their names.
+_STAGES = {
+    "importance": "sample text",
+    "refit": "repair",
+    "recovery": "short training",
+    "kl": "distance from the original",
+    "zero_shot": "a part of the benchmarks",
+}
+
+
 def _of_search(found: Mapping[str, Any]) -> str:
     search, state = found["search"], found["state"]
     if search is None:
-        return "no word of one: none has run trials here, or one of an older version"
+        return "not known: none has run trials here, or one of an older version"
     who, silent = f"process {search['pid']} on {search['host']}", duration(found["silent_seconds"])
     if state == "running":
-        return (
-            f"running, {who}, {search['slots']:,} trials at once, since {search['started_at']}; last word {silent} ago"
-        )
+        return f"running, {who}, {search['slots']:,} trials at once, since {search['started_at']}; last heard of {silent} ago"
     if state == "silent":
         if _gone(search):
-            return f"killed: {who}, is not there any more, {silent} after its last word; the same command goes on"
+            return (
+                f"killed: {who}, is not there any more, {silent} after it was last heard of; the same command goes on"
+            )
         return f"silent for {silent}: {who} was killed, or does not reach this storage; the same command goes on"
     if state == "ended":
         return f"ended {silent} ago, {who}"
@@ -291,7 +301,8 @@ def _gone(search: Mapping[str, Any]) -> bool:
 
 
 def _piece(piece: Mapping[str, Any]) -> str:
-    after = f"after {piece['after_stage']}" if piece["after_stage"] else "starting"
+    stage = piece["after_stage"]
+    after = f"{_STAGES.get(stage, stage.replace('_', ' '))} done" if stage else "starting"
     where = f" on {piece['host']}" if piece["host"] else ""
     model = "" if piece["key"] is None else f"{piece['model']} "
     return f"{model}{piece['config']}{where}, {after}, since {piece['since']}"
@@ -300,14 +311,16 @@ def _piece(piece: Mapping[str, Any]) -> str:
 def _of_model(label: str, model: Mapping[str, Any]) -> str:
     best = model["best"]
     if best is None:
-        return f"{label}: {model['complete']:,} trials complete, but no configuration has a finite {model['by']} of all its draws"
+        return f"{label}: {model['complete']:,} trials complete, but no configuration has a finite {model['by']} in all its runs"
     error = best["acc_mean_stderr"]
-    known = "" if error is None or not math.isfinite(error) else f" ± {error:.4f}".replace(" 0.", " .")
-    accuracy = "unknown" if best["acc_mean"] is None else f"{best['acc_mean']:.4f}".replace("0.", ".", 1)
-    dense = "" if model["dense_acc_mean"] is None else f" (dense {model['dense_acc_mean']:.4f})".replace(" 0.", " .")
+    known = "" if error is None or not math.isfinite(error) else f" ± {fraction(error)}"
+    accuracy = "unknown" if best["acc_mean"] is None else fraction(best["acc_mean"])
+    original = "" if model["dense_acc_mean"] is None else f" (original {fraction(model['dense_acc_mean'])})"
     by = "" if model["by"] == "accuracy" else f" by {model['by']}"
-    draws = f" (mean of {best['draws']:,} draws)" if best["draws"] > 1 else ""
-    return f"{label}: {best['config']}{by}, accuracy {accuracy}{known}{draws}{dense}, of {model['complete']:,} complete"
+    runs = f" (mean of {best['draws']:,} runs)" if best["draws"] > 1 else ""
+    return (
+        f"{label}: {best['config']}{by}, accuracy {accuracy}{known}{runs}{original}, of {model['complete']:,} complete"
+    )
 
 
 def _short(sentence: str, width: int = 300) -> str:

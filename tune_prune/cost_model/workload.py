@@ -22,7 +22,7 @@ from tune_prune.cost_model.tokens import (
     tokens_per_gpt2_token,
 )
 from tune_prune.data.sources import Contents, task_source
-from tune_prune.evaluation.kept_suite import KeptSuite, caveats
+from tune_prune.evaluation.kept_suite import KeptSuite, caveats, ends_texts
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
@@ -41,6 +41,7 @@ class Workload:
     perplexity_window: int
     zero_shot: ZeroShotTokens
     notes: tuple[str, ...] = ()  # on what its accuracies will say, in sentences
+    warnings: tuple[str, ...] = ()  # those of them that call for something to be done
     keep_suite: Callable[[], None] | None = None  # stores what lm-eval has made of the tasks, for the trials
 
     @property
@@ -75,6 +76,7 @@ def workload(
         min(run.protocol.perplexity_window, config.max_position_embeddings),
         hub_tokens(tokenizer, run.protocol) if suite is None else suite_tokens(suite),
         caveats(tokenizer, suite),
+        ends_texts(tokenizer),
         keep,
     )
 

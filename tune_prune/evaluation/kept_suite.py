@@ -62,17 +62,22 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return str(tokenizer.convert_ids_to_tokens(whole[-1])) if plain and whole[-1] != plain[-1] else None
 
 
+def ends_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Of a tokenizer that ends every text: that accuracies are worthless, and what mends it."""
+    if (end := end_token(tokenizer)) is None:
+        return ()
+    return (
+        f"the tokenizer ends every text with {end}, also before an answer, so accuracies say nothing of the model; save it "
+        "without (add_eos_token in tokenizer_config.json, post_processor in tokenizer.json)",
+    )
+
+
 def caveats(tokenizer: PreTrainedTokenizerBase, suite: ZeroShotSuite | None) -> tuple[str, ...]:
     """What a reader of the accuracies must know of how the items are tokens, in sentences."""
-    end, notes = end_token(tokenizer), []
-    if end is not None:
-        notes.append(
-            f"the tokenizer ends every text with {end}, also before an answer, so accuracies say nothing of the model; save it "
-            "without (add_eos_token in tokenizer_config.json, post_processor in tokenizer.json)"
-        )
-    if suite is not None and suite.num_crossing:
-        notes.append(
-            f"{suite.num_crossing} of {suite.num_items} questions share a token with an answer; there every token that the answer "
-            "changes is scored"
-        )
-    return tuple(notes)
+    if suite is None or not suite.num_crossing:
+        return ends_texts(tokenizer)
+    crossing = (
+        f"{suite.num_crossing} of {suite.num_items} questions share a token with an answer; there every token that the answer "
+        "changes is scored"
+    )
+    return (*ends_texts(tokenizer), crossing)

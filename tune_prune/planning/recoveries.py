@@ -31,12 +31,12 @@ class Trained:
     by: str  # the measure that chose among those
 
     def __str__(self) -> str:
-        names = ", ".join(self.configurations)
-        best = "their right answers are the likeliest" if self.by == GOLD else "they are the most accurate"
-        return (
-            f"{self.model}: training {len(self.configurations)} of {self.of} configurations ({names}): {best} of the {self.tied} "
-            "that could still be the best"
-        )
+        names, count = self.configurations, len(self.configurations)
+        shown = "".join(f"\n{'':13}{name}" for name in names[:4])
+        more = f"\n{'':13}and {count - 4} more" if count > 4 else ""
+        which = "the most promising" if count == 1 else f"the {count} most promising"
+        by = "the likelihood of right answers" if self.by == GOLD else "accuracy"
+        return f"{self.model}: training {which} of {self.of}, by {by}{shown}{more}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

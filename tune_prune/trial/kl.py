@@ -146,7 +146,7 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
     if not all(torch.equal(one, other) for one, other in heads):  # else both logits could not be made by one head
         raise UserError(
             f"{run.label} cannot be compared with {base.label}: their output heads differ in {run.dtype}; name the model that it "
-            "was pruned from with --base, or the data type that it was saved in with --dtype"
+            "was pruned from with --base, or measure in the data type that it was saved in with --dtype"
         )
     return dense
 

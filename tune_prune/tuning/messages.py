@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tune_prune.core.records import StageReport, TrialRecord, pass_name
+from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.values.measures import fraction
 from tune_prune.trial.trial import TrialProgress
 
 
@@ -74,11 +75,10 @@ class JobMessage:
             return self.given_up
         if self.baseline is not None:
             accuracy, ppl = (self.baseline.metrics.get(name, math.nan) for name in ("acc_mean", "ppl"))
-            return f"acc {accuracy:.4f}, ppl {ppl:.2f}"
-        return (
-            ", ".join(f"{pass_name(report.stage)} pass {report.duration_s:.1f} s" for report in self.reports)
-            or "cached"
-        )
+            return f"accuracy {fraction(accuracy)}, perplexity {ppl:.2f}"
+        if not self.reports:
+            return "found in the cache"
+        return f"{sum(report.duration_s for report in self.reports):.1f} s"
 
 
 Message = TrialMessage | JobMessage

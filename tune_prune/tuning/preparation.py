@@ -30,8 +30,9 @@ class PrepareJob:
         return self.samples.name if self.samples is not None else "baseline"
 
     def __str__(self) -> str:
-        what = "baseline" if self.samples is None else f"statistics at {self.samples}"
-        return f"{what} of {self.run.label}"
+        if self.samples is None:
+            return f"baseline of {self.run.label}"
+        return f"sample text at {self.samples} through {self.run.label}"
 
 
 Work = TrialSpec | PrepareJob  # one piece of work: what one worker has at a time

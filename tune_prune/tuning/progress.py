@@ -16,7 +16,7 @@ from typing import TextIO
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.records import TrialRecord, failure_counts
 from tune_prune.core.terminal.escapes import printable
-from tune_prune.core.values.measures import comparable
+from tune_prune.core.values.measures import comparable, fraction
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -88,11 +88,12 @@ class TimeLeft:
         low, middle, high = statistics.quantiles(self._paces, n=4)
         return low / middle, high / middle
 
-    def seconds(self) -> float:
-        running = [self._paced(left) for left in self._running.values()]
+    def seconds(self, as_predicted: bool = False) -> float:
+        """What is left, at the paces so far or `as_predicted`."""
+        take: Callable[[Seconds], float] = (lambda work: sum(work.values())) if as_predicted else self._paced
+        running = [take(left) for left in self._running.values()]
         waiting = [
-            count * (self._paced(self._pieces.get(kind, {})) + TRIAL_OVERHEAD_S)
-            for kind, count in self._waiting.items()
+            count * (take(self._pieces.get(kind, {})) + TRIAL_OVERHEAD_S) for kind, count in self._waiting.items()
         ]
         return max((sum(running) + sum(waiting)) / self._slots, *running, 0.0)
 
@@ -113,7 +114,7 @@ def _kind(work: Work) -> Hashable:
 
 
 class LiveLine(Observer):
-    """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`;
+    """One line on the screen: `[12/45] running 2, failed 0, best accuracy .8421 blockwise-s64-n128, ETA 01:40`;
     while what trials share is being prepared, with `prepared 1/6` in front.
 
     On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end. `total` counts
@@ -150,11 +151,14 @@ class LiveLine(Observer):
         self._scored: dict[str, int] = {}  # zero-shot items by trial
         self._failures: list[str] = []  # the class of each failed trial
         self._done = self._stopped = self._prepared = self._width = 0
+        self._tried = (
+            False  # whether a trial has ended: until then paces are those of the preparation, which loads and warms up
+        )
         recorded = list(recorded)
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
         self._left = self._time_left(cost, recorded, slots) if cost is not None else None
-        # Until something is measured:
+        # Until a trial has ended:
         self._slowdown, self._start_s = (cost.slowdown, cost.start_s) if cost is not None else ((1.0, 1.0), 0.0)
         self._began = self._shown = self._changed = clock()
 
@@ -239,6 +243,7 @@ class LiveLine(Observer):
 
     def on_end(self, work: Work, last: Message | None) -> None:
         self._end(work)
+        self._tried |= isinstance(work, TrialSpec)
         if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
             self._count(work.key, last.record.status, last.progress.metrics, last.record.failure)
 
@@ -261,7 +266,7 @@ class LiveLine(Observer):
             what = f"{work}" if isinstance(work, PrepareJob) else f"a stage of {work.run.label} {work.config.name}"
             self.say(
                 f"warning: {what} takes {_clock_text(passed)}, and {_clock_text(predicted)} were predicted: its machine is busy, "
-                "or its worker hangs, which --trial-timeout would end"
+                "or its worker hangs; --trial-timeout SECONDS ends one that hangs"
             )
 
     def _end(self, work: Work) -> None:
@@ -295,8 +300,7 @@ class LiveLine(Observer):
                     ranked.append((-comparable(mean), statistics.geometric_mean(ppls), tokens, config.name))
             if ranked:
                 loss, *_, name = min(ranked)
-                accuracy = f"best acc {-loss:.4f}".replace(" 0.", " .")
-                best.append(f"{accuracy} {label + ' ' if self._several else ''}{name}")
+                best.append(f"best accuracy {fraction(-loss)} {label + ' ' if self._several else ''}{name}")
         return "; ".join(best)
 
     def _text(self, running: int) -> str:
@@ -310,9 +314,7 @@ class LiveLine(Observer):
     def _eta(self) -> str:
         if self._left is None or self._done >= self._total:
             return ""
-        seconds, ends = self._left.seconds(), (1.0, 1.0)
-        if not self._left.measured:
-            seconds, ends = seconds + self._start_s, self._slowdown
+        seconds, ends = self._expected(self._left), (1.0, 1.0) if self._tried else self._slowdown
         passed = self._clock() - self._changed
         return f", ETA {' to '.join(dict.fromkeys(_clock_text(seconds * end - passed) for end in ends))}"
 
@@ -320,10 +322,13 @@ class LiveLine(Observer):
         """Until the search is done, at least and at most; None where nothing was predicted, or nothing is left."""
         if self._left is None or self._done >= self._total:
             return None
-        seconds, ends = self._left.seconds(), self._left.spread or self._slowdown
-        seconds += 0.0 if self._left.measured else self._start_s
+        seconds, ends = self._expected(self._left), (self._left.spread if self._tried else None) or self._slowdown
         low, high = (max(0.0, seconds * end - (self._clock() - self._changed)) for end in ends)
         return low, high
+
+    def _expected(self, left: TimeLeft) -> float:
+        """Seconds that are left: as predicted until a trial has ended."""
+        return left.seconds(as_predicted=not self._tried) + (0.0 if left.measured else self._start_s)
 
     def _write(self, text: str) -> None:
         text = printable(text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from shutil import get_terminal_size
 from typing import TypeVar
@@ -41,6 +41,26 @@ def hidden() -> Iterator[None]:
         yield
     finally:
         _after_s.reset(before)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """`text` on the line of the bars while what is inside is done, however short, which may draw bars of its own there."""
+    if _after_s.get() is None:
+        yield
+        return
+    text = text[: get_terminal_size().columns - 1]
+    _rewrite(text, text)
+    try:
+        yield
+    finally:
+        _rewrite(text, "")
+
+
+def _rewrite(before: str, text: str) -> None:
+    with suppress(OSError):  # the terminal is gone
+        sys.stderr.write(f"\r{' ' * len(before)}\r{text}\r")  # what is said meanwhile is written over it
+        sys.stderr.flush()
 
 
 def unseen(amount: int) -> None:

@@ -37,6 +37,11 @@ def comparable(accuracy: float) -> float:
     return round(accuracy, ACCURACY_DIGITS)
 
 
+def fraction(value: float) -> str:
+    """An accuracy or its error, as all tables have it: .8851."""
+    return f"{value:.4f}".replace("0.", ".", 1) if 0 <= value < 1 else f"{value:.4f}"
+
+
 def chance(choices: int, gold: int) -> float:
     """The accuracy of picking one of so many choices blindly. NaN where the right one, `gold`, is -1: how many are right is not
     kept; but 0 of one such, as an answer that is only asked for (lm-eval's type loglikelihood) is one of all that could be said."""

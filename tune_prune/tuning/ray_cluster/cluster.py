@@ -20,6 +20,7 @@ from ray.exceptions import AuthenticationError
 
 from tune_prune.core.errors import NotStarted, UserError
 from tune_prune.core.process import machine
+from tune_prune.core.terminal import progress
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
@@ -44,12 +45,13 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
         yield
         return
     with ExitStack() as stack:
-        if address is not None:
-            head = _join(address)
-            wait: Callable[[threading.Event], str] = partial(silence_of, head)
-        else:
-            own = local or stack.enter_context(LocalRay(num_cpus))
-            head, wait = own.address(), lambda _: own.wait_for_loss()  # which comes back when that Ray ends
+        with progress.waiting("starting: Ray, whose workers run the trials ..."):
+            if address is not None:
+                head = _join(address)
+                wait: Callable[[threading.Event], str] = partial(silence_of, head)
+            else:
+                own = local or stack.enter_context(LocalRay(num_cpus))
+                head, wait = own.address(), lambda _: own.wait_for_loss()  # which comes back when that Ray ends
         try:
             with watched(wait):
                 if address is None:
