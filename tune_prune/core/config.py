@@ -179,6 +179,18 @@ class PruningConfig:
             if name in shown and (value := getattr(self, name)) != row.default and row.name_prefix is not None
         )
 
+    def in_words(self, shown: Container[str] = HYPERPARAMETERS) -> str:
+        """For a person, e.g. `taylor on 128 samples of 64 tokens, repaired`; `shown`: the hyperparameters that its method reads."""
+        samples = f" on {self.num_samples:,} sample{'s' * (self.num_samples > 1)} of {self.seq_len:,} tokens"
+        words = {"compensation": "repaired", "recovery": f"trained for {self.recovery_steps:,} steps"}
+        said = ("method", "seq_len", "num_samples", "pruning_ratio", "recovery_steps")
+        others = [
+            words.get(name) or f"{name} {row.kind.short(value)}"
+            for name, row in HYPERPARAMETERS.items()
+            if name in shown and name not in said and (value := getattr(self, name)) != row.default
+        ]
+        return ", ".join([self.method + samples * ("num_samples" in shown), *others])
+
     def settings(self) -> dict[str, Any]:
         """What a search space must say to try this configuration alone; what is at its default is left out, but for the first
         hyperparameters."""
