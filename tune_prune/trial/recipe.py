@@ -43,9 +43,7 @@ class Recipe:
             done.append(f"it was {TRAINED}")
         elif config.recovery != "none" and self.plan.removed_params:
             notes.append(NOT_TRAINED)
-        return [f"{' and '.join(done)}: keep the weights, as the plan alone does not rebuild this model"] * bool(
-            done
-        ) + notes
+        return [" and ".join(done)] * bool(done) + notes
 
     def make(self, dense: LoadedModel) -> tuple[PreTrainedModel, int]:
         """The pruned copy of `dense`, and its number of parameters. It is as empty as that one is, or has its weights on the device
