@@ -67,9 +67,9 @@ def test_a_rule_of_its_own_reads_right_answers_as_it_likes(tmp_path):
         (
             "quiz",
             "{'acc': 0.25}",
-            r"task 'quiz' judges an item by acc 0\.25; .* right \(1\) or wrong \(0\) are compared",
+            r"task 'quiz' judges a question by acc 0\.25; .* right \(1\) or wrong \(0\) are compared",
         ),
-        ("quiz", "{'acc': 1, 'acc_norm': float('nan')}", r"task 'quiz' judges an item by acc_norm nan"),
+        ("quiz", "{'acc': 1, 'acc_norm': float('nan')}", r"task 'quiz' judges a question by acc_norm nan"),
         ("piqa", "{'acc': 1}", r"task 'piqa' is judged without acc_norm, by which .*; give its folder another name"),
     ],
 )

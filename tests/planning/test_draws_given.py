@@ -111,7 +111,7 @@ def test_draws_by_another_measure(searched, by: str) -> None:
     assert 4 <= len(given) < 12 and PruningConfig.from_dict(ranked[-1].config).name.split("-r")[0] not in given
     last = draws.rounds[-1]
     assert last.by == by and last.spread_points is None and 0 < last.spread_nats < 5
-    assert " nats apart (" in str(last) and "accurate" not in str(last)
+    assert "runs differ by " in str(last) and " nats (" in str(last) and "accurate" not in str(last)
 
 
 def test_a_measure_that_nobody_has(searched) -> None:
@@ -183,7 +183,7 @@ def settings(*argv: str) -> Any:
 
 def test_flags_that_do_not_fit_are_refused() -> None:
     assert resolve.space(settings("--draws", "3", "--seed", "5")).values["seed"] == (5, 6, 7)
-    with pytest.raises(UserError, match=r"--draws-by kl is for --draws, .* add --draws 3"):
+    with pytest.raises(UserError, match=r"--draws-by kl says which .* add --draws 3"):
         resolve.space(settings("--draws-by", "kl"))
     for argv, said in (
         (["--seeds", "0,1"], "--seeds names others"),
@@ -216,12 +216,12 @@ def test_no_scheduler_keeps_another_best_than_is_looked_for(scheduler: str, flag
 def test_several_seeds_are_measured_whole_or_refused(tmp_path: Path) -> None:
     for scheduler in ("race", "asha"):
         with pytest.raises(
-            UserError, match=f"--scheduler {scheduler} stops .* 2 draws .*seeds 0, 1.*--draws 2 in place"
+            UserError, match=f"--scheduler {scheduler} stops .* mean of 2 .*seeds 0, 1.*--draws 2 in place"
         ):
             resolve.space(settings("--seeds", "0,1", "--scheduler", scheduler))
         assert resolve.space(settings("--draws", "2", "--scheduler", scheduler)).values["seed"] == (0, 1)
         assert resolve.space(settings("--seeds", "3", "--scheduler", scheduler)).values["seed"] == (3,)
-    with pytest.raises(UserError, match=r"^--kl-filter stops single trials, .* 2 draws .*--draws 2 in place"):
+    with pytest.raises(UserError, match=r"^--kl-filter stops single trials, .* mean of 2 .*--draws 2 in place"):
         resolve.space(settings("--seeds", "0,1", "--kl-filter"))
     assert resolve.space(settings("--draws", "2", "--kl-filter")).values["seed"] == (0, 1)
     space = tmp_path / "space.yaml"

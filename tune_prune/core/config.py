@@ -32,10 +32,10 @@ EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral")  # which tune_pru
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
 # What notes say of a model whose weights were changed besides the cut, or were not, as a guard has refused what was asked for
-REFITTED = "repaired with calibration text"
-NOT_REFITTED = "no repair was used: none passed its checks on held-out text (docs/methods.md)"
-TRAINED = "trained to imitate the original's predictions on calibration text"
-NOT_TRAINED = "no training was used: on held-out text it brought the model no closer to the original's predictions"
+REFITTED = "were repaired with sample text"
+NOT_REFITTED = "no repair was used: none passed its checks (docs/methods.md)"
+TRAINED = "was trained on sample text to imitate the original"
+NOT_TRAINED = "no training was used: on sample text that it had not seen it brought the model no nearer to the original"
 
 PERPLEXITY_TOKENS = Whole(2, 10**9)
 MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind

@@ -154,7 +154,8 @@ def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
     """The error for a task whose definition and items do not make requests; notes of `error` say in which item."""
     cause = " ".join(", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]).split())
     return UserError(
-        f"task {task.name!r} cannot be built from {task.definition} and {task.items} ({cause}); correct one of them"
+        f"task {task.name!r} cannot be built from {task.definition} and {task.items} ({cause}); correct the definition or the "
+        "questions"
     )
 
 
@@ -255,7 +256,7 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
             )
         items.append(item)
     if not items:
-        raise UserError(f"{path} has no questions; write one JSON object a line")
+        raise UserError(f"{path} has no questions; one JSON object a line is needed")
     return items
 
 
@@ -277,7 +278,7 @@ def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
             pyarrow.array(values)
     except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
         raise UserError(
-            f"{path}: a field has values of different types, or of none that a column holds ({error}); use one type"
+            f"{path}: a field has values of different types, or such as no column holds ({error}); use one type"
         ) from error
     return found
 

@@ -114,8 +114,9 @@ def _judged_by_lm_eval(
     for name, value in accuracies.items():
         if value not in (0, 1):
             raise UserError(
-                f"task {task.task_name!r} judges a question by {name} {value:.4g}, and only right (1) or wrong (0) can be compared "
-                "here: leave it out"
+                f"task {task.task_name!r} judges a question by {name} {value:.4g}; tasks whose questions are right (1) or "
+                "wrong (0) are "
+                "compared here: leave it out"
             )
     if reported not in accuracies:
         raise UserError(

@@ -135,7 +135,7 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         if unknown:
             raise UserError(
                 f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "
-                "name; give a model without fused projections or experts, or add it there (CONTRIBUTING.md)"
+                "name (fused projections and mixtures of experts are not supported); choose another model"
             )
         parts = family.linears(layer)
         for roles in (ATTENTION, MLP):
@@ -154,7 +154,7 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
             _check_head_norms(layer, family, where)
         if not (_attention_fits(layer, family, hidden) and _mlp_fits(parts, hidden)):
             raise UserError(
-                f"{where}: its projections do not fit together, as after pruning by another tool; give the original model"
+                f"{where}: the shapes of its projections differ, as after pruning by another tool; give the original model"
             )
 
 

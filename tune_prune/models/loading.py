@@ -148,9 +148,9 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             registration.register()  # ours, so that none of the code in the folder is run
         elif values.get("per_layer_config"):
             raise UserError(
-                f"config.json of {source.location} gives each layer its own sizes (per_layer_config), as other pruning tools do, "
-                f"which transformers does not read in {values['model_type']} models; give the original model, or a checkpoint of "
-                "tune_prune"
+                f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
+                f"not follow in {values['model_type']} models; it was pruned by another tool: give the original model, or a "
+                "checkpoint of tune_prune"
             )
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False, **_RUN)
         for name in _RUN_OTHERWISE:

@@ -155,8 +155,8 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"the weights of {path.parent} are pickled Python objects, which can run any code when they are read; save that model "
-            "as safetensors (save_pretrained), or give the original model"
+            f"the weights of {path.parent} are a pickle of Python objects, as some pruning tools save them, and unpickling can "
+            "run any code; save that model's weights as safetensors (save_pretrained), or give the original model"
         ) from error
     except (SafetensorError, OSError, EOFError) as error:
         cause = " ".join(str(error).split())

@@ -130,8 +130,8 @@ class TrialContext:
             self.artifacts.put("items_in_calibration", key, {"count": np.array(found)})
         if found:
             log.warning(
-                "calibration text %s contains %d of the %d tested questions with their answers, which flatters what is pruned "
-                "with it: take them out of the text, or test on other questions (docs/data.md)",
+                "calibration text %s holds %d of the %d measured questions with their right answers, so what is pruned by it looks "
+                "better on the tasks than it is: measure other questions, or take these out of the text",
                 *(text, found, suite.num_items),
             )
         return found

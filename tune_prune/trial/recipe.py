@@ -36,11 +36,11 @@ class Recipe:
         """Sentences for who uses the model: what `config` has done to its weights besides the cut, and what it has not."""
         done, notes = [], []
         if self.changes.refitted:
-            done.append(f"{len(self.changes.refitted)} of its weight matrices were {REFITTED}")
+            done.append(f"{len(self.changes.refitted)} of its weight matrices {REFITTED}")
         elif config.compensation != "none" and self.plan.removed_params:
             notes.append(NOT_REFITTED)
         if self.changes.updates:
-            done.append(f"it was {TRAINED}")
+            done.append(f"it {TRAINED}")
         elif config.recovery != "none" and self.plan.removed_params:
             notes.append(NOT_TRAINED)
         return [" and ".join(done)] * bool(done) + notes

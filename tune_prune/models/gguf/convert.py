@@ -148,7 +148,8 @@ def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         raise UserError(
-            f"GGUF file {file} describes no {about.architecture} model that can be built ({error}); download it again"
+            f"GGUF file {file} describes no {about.architecture} model that can be built ({error}); give the model in "
+            "Hugging Face format"
         ) from error
     config.architectures = [type(model).__name__]
     return model

@@ -83,7 +83,7 @@ def _sha256(file: Path) -> str:
             found = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise UserError(
-            f"model file {file} cannot be read ({error.strerror or error}); name a file that you may read"
+            f"model file {file} cannot be read ({error.strerror or error}); make it readable, or name another one"
         ) from error
     with contextlib.suppress(OSError):  # `convert` says where nothing can be written
         kept.parent.mkdir(parents=True, exist_ok=True)
