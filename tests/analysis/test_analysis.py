@@ -311,8 +311,8 @@ def test_final_table(tmp_path: Path) -> None:
         "num_samples",
         "Perplexity",
         "Accuracy",
-        "Accuracy",
-        "retained",
+        "Of",
+        "original",
         "Parameters",
     ]
     assert [row.split() for row in rows[:5]] == [

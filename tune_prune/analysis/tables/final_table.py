@@ -11,7 +11,7 @@ from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.changes import MEASURES
 from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
-from tune_prune.analysis.statistics.findings import Findings, Message
+from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
 from tune_prune.analysis.tables.changes import changes
 from tune_prune.analysis.tables.configurations import (
@@ -29,6 +29,7 @@ from tune_prune.analysis.tables.trial_tables import counts, trials
 from tune_prune.analysis.verdict import Verdict, verdicts
 from tune_prune.core.values.hyperparameters import RECIPE
 
+_OF_ORIGINAL = replace(RETAINED, label="Of original")  # its accuracy; short, as tables on the screen have 100 columns
 _ON_SCREEN = (
     "_at_chance",
     "_devices",
@@ -102,10 +103,10 @@ def _best_trials(findings: Findings, verdict: Verdict, every: Table, top: int) -
         unread = [name for name, methods in reading.items() if row["method"] not in methods]
         made.append({**row, **dict.fromkeys(unread)})
     made = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in made]
-    columns = [*every.pick(*names, "ppl", "draws", "acc_mean").columns, RETAINED, PARAMETERS]
+    columns = [*every.pick(*names, "ppl", "draws", "acc_mean").columns, _OF_ORIGINAL, PARAMETERS]
     if len(parts) > 1:
         columns.insert(len(names), Column("training", "Training", style="setting"))
-    notes = [*accuracy_notes(findings), Message("note_retained"), *window_notes(findings)]
+    notes = [*accuracy_notes(findings), *window_notes(findings)]
     return replace(every, title=title, columns=columns, rows=made, notes=notes)
 
 
