@@ -182,8 +182,10 @@ class PruningConfig:
     def in_words(self, shown: Container[str] = HYPERPARAMETERS) -> str:
         """For a person, e.g. `taylor on 128 samples of 64 tokens, repaired`; `shown`: the hyperparameters that its method reads."""
         samples = f" on {self.num_samples:,} sample{'s' * (self.num_samples > 1)} of {self.seq_len:,} tokens"
-        words = {"compensation": "repaired", "recovery": f"trained for {self.recovery_steps:,} steps"}
-        said = ("method", "seq_len", "num_samples", "pruning_ratio", "recovery_steps")
+        usual = self.refit_tokens == HYPERPARAMETERS["refit_tokens"].default
+        repaired = "repaired" + ("" if usual else f" with {self.refit_tokens:,} tokens")
+        words = {"compensation": repaired, "recovery": f"trained for {self.recovery_steps:,} steps"}
+        said = ("method", "seq_len", "num_samples", "pruning_ratio", "refit_tokens", "recovery_steps")
         others = [
             words.get(name) or f"{name} {row.kind.short(value)}"
             for name, row in HYPERPARAMETERS.items()
