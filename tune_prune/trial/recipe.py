@@ -40,7 +40,7 @@ class Recipe:
         elif config.compensation != "none" and self.plan.removed_params:
             notes.append(NOT_REFITTED)
         if self.changes.updates:
-            done.append(f"it {TRAINED}")
+            done.append(f"the model {TRAINED}")
         elif config.recovery != "none" and self.plan.removed_params:
             notes.append(NOT_TRAINED)
         return [" and ".join(done)] * bool(done) + notes
