@@ -183,8 +183,8 @@ def _run(
             "not kept     the results end with this process; to keep them, name a folder or a bucket with --storage-path"
         )
     else:
-        kept = {} if args.save_best else winners(results.findings)
-        for name, next_command in next_commands(str(folder), kept, results.findings.rule):
+        to_keep = {} if args.save_best else winners(results.findings)
+        for name, next_command in next_commands(str(folder), to_keep, results.findings.rule):
             say(f"{name:<12} {shlex.join(next_command)}")
         say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     if results.cost:  # else a warning has said why not

@@ -104,7 +104,8 @@ def _kl_lines(found: Evaluation, earlier: Recorded | None) -> list[str]:
 
 def _gold(metrics: Mapping[str, float], task: str) -> str:
     """The log-probability of the right answer in nats, with its standard error."""
-    return pm(*(metrics.get(f"gold_logprob_{task}{end}", math.nan) for end in ("", "_stderr")), form="nats")
+    value, stderr = (metrics.get(f"gold_logprob_{task}{end}", math.nan) for end in ("", "_stderr"))
+    return pm(value, stderr, "nats")
 
 
 def _accuracy(value: float, stderr: float) -> str:
