@@ -109,10 +109,11 @@ def _main(argv: list[str]) -> None:
     if model.manifest is not None:
         say(evaluation_text.checkpoint_line(model.manifest))
     if base is not None:
-        say(f"dense model  {base.label}, to which KL is measured")
+        say(f"original     {base.label}: KL is the distance from its predictions, 0 where they are the same")
     found = model.evaluate(args.limit, args.tasks, lambda stage: say(evaluation_text.stage_line(stage)), args.kl)
     earlier = None if model.manifest is None else recorded.comparable(model.manifest, run, measured_on(run))
-    say(f"\n{evaluation_text.result_text(found, earlier)}")
+    baseline = None if model.manifest is None else model.manifest.baseline
+    say(f"\n{evaluation_text.result_text(found, earlier, baseline)}")
     for note in [*found.notes, *(earlier.notes if earlier else ())]:
         say(f"note: {note}")
     if output is not None:

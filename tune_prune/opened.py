@@ -57,7 +57,7 @@ class Model:
     manifest   what is recorded of a checkpoint that was pruned before; None for any other model
     params     number of parameters
     tokenizer  of transformers
-    gguf       the GGUF file that it was read from (file, quantization, sha256), or None
+    gguf       the GGUF file that it was read from (file, quantization, sha256), or None; `file`, where that is
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Model:
         run = replace(run, protocol=replace(run.protocol, perplexity_window=window))
         self.geometry = loading.config_geometry(self.hf_config)[1]
         self.run, self.label, self.params = run, run.label, self.geometry.total_params
-        self.gguf, self.found_as = self._source.gguf, self._source.found_as
+        self.gguf, self.found_as, self.file = self._source.gguf, self._source.found_as, self._source.file
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
         loading.check_weights(self._source, self.hf_config)
         self._calibration, self._memory, self._base = calibration, memory, base

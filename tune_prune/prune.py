@@ -7,8 +7,10 @@ from flags. No Ray, and no evaluation: `tune-prune evaluate --model DIR` does th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from tune_prune.cli.prune_request import PruneRequest
     from tune_prune.core.records import StageReport
     from tune_prune.opened import Model
+    from tune_prune.pruning.groups import PruningPlan
 
-CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
 # The flags that --help shows, by wish; --help-all has all of them.
 COMMON = {
     "the best of a search": ("--config", "--model"),
@@ -154,7 +156,15 @@ def _main(argv: list[str]) -> None:
             {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}, args.align
         )
     how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
-    say(describe(folder, save(dense, request, folder, args.format, **how)))
+    saved = save(dense, request, folder, args.format, **how)
+    say(describe(folder, saved, dense, again(args.config, args.model, args.base)))
+
+
+def again(config: str | None, label: str | None, base: str | None = None) -> list[str]:
+    """The command that prunes by the same search once more; empty where there was none."""
+    flags = {"--config": config, "--model": label, "--base": base}
+    given = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+    return [] if config is None else ["tune-prune", "prune", *given]
 
 
 def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
@@ -167,33 +177,55 @@ def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False)
 def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:
     """Execute a request for that model and save what it makes, saying what is done; `options` as in `PrunedModel.save`. Raises
     UserError."""
-    from tune_prune.cli.plan_text import shown_path
-
     if fmt == "gguf":  # before hours of statistics
         from tune_prune.checkpoint.gguf.architecture import check_shape
 
         check_shape(dense.hf_config, request.config.shape)
     config = request.config
-    # A refit and a training read a text, too, of which the name tells
+    # A repair and a training read a text, too, of which the name tells
     read = HYPERPARAMETERS if config.changes_weights else load_method(config.method).hyperparameters
-    say(f"{request.run.label}: {config.named(read)}, {config.pruning_ratio:.0%} of all parameters")
+    say(f"prune        {request.run.label} by {config.pruning_ratio:.0%} of all parameters: {config.in_words(read)}")
     if dense.found_as:
         say(f"weights      {dense.found_as}")
-    pruned = dense.execute(request, lambda stage: say(f"{stage.stage:<12} {_taken(stage)}"))
-    searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
-    text = f"calibration: {request.run.of(config).calibration}" if "calibration" in read else "it reads no text"
-    how, plan = searched or f"computed in {request.run.dtype} ({text})", pruned.plan
-    removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
-    say(f"plan         {how}: {removed}")
+    searched = request.plan_file is not None
+    pruned = dense.execute(request, lambda stage: say(f"{_stage(stage):<12} {_taken(stage, searched)}"))
+    plan = pruned.plan
+    text = f"by {request.run.of(config).calibration} text" if "calibration" in read else "without sample text"
+    how = "as searched" if searched else f"chosen {text} in {request.run.dtype}"
+    removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters ({plan.removed_fraction:.2%})"
+    say(f"removed      {removed}, {how}")
+    if fmt == "hf-padded":
+        _warn_of_zeros(plan, dense, "search again" if searched else "prune")
     return pruned.save(folder, fmt, **options)
 
 
-def _taken(stage: StageReport) -> str:
-    """What a stage has taken; cutting forwards no token, and is never cached."""
+def _warn_of_zeros(plan: PruningPlan, dense: Model, step: str) -> None:
+    """Say before anything is written that zeros would take most of what pruning has given."""
+    from tune_prune.checkpoint.padded import padded_params
+
+    params = padded_params(plan, dense.geometry)
+    if plan.total_params - params < plan.removed_params / 2:
+        share = f"{params / plan.total_params:.0%} of the original's size"
+        say(
+            f"warning      --format hf-padded fills every layer with zeros up to the widest, so this model will have {share};"
+        )
+        say(f"             to have a smaller one that loads in every program, {step} with --shape uniform")
+
+
+_STAGES = {"importance": "gradients", "refit": "repair", "recovery": "training", "pruning": "cut"}
+
+
+def _stage(stage: StageReport) -> str:
+    return _STAGES.get(stage.stage, stage.stage.replace("_", " "))
+
+
+def _taken(stage: StageReport, searched: bool) -> str:
+    """What a stage has taken; cutting runs no text through the model, and is never kept from before."""
     seconds = f"{stage.duration_s:.1f} s"
     if stage.stage == "pruning":
         return seconds
-    return f"{stage.tokens:,} tokens, {seconds}" if stage.tokens else "from the cache"
+    kept = "already done by the search, which has kept it" if searched else "already done, and kept from then"
+    return f"{stage.tokens:,} tokens, {seconds}" if stage.tokens else kept
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -244,44 +276,64 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def describe(folder: Path, about: Manifest) -> str:
-    """What was saved, for the screen: sizes beside the dense model's, speeds where measured, and the next command."""
-    from tune_prune.checkpoint import generation_speed, sizes
-    from tune_prune.checkpoint.manifest import MANIFEST
+def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str] = ()) -> str:
+    """What was saved, for the screen: how large it is, how fast where that was measured, and what to do with it. `dense`: what it
+    was made from; `command`: that prunes it again (`again`)."""
+    from tune_prune.checkpoint import generation_speed
+    from tune_prune.checkpoint.card.card_numbers import short_bytes
     from tune_prune.cli.plan_text import shown_path
+
+    original, now = about.sizes["dense"], about.saved_sizes
+    on_disk = sum(file.bytes for file in about.files.values())
+    where, shown = str(shown_path(folder)), {"bytes": short_bytes(on_disk), "of": short_bytes(original.weight_bytes)}
+    shares = {
+        "parameters": now.params / original.params,
+        "memory per token of context": now.kv_bytes_per_token / original.kv_bytes_per_token,
+        "arithmetic per token": now.macs_per_token / original.macs_per_token,
+    }
+    lines = [
+        "",
+        f"saved        {where}/: {shown['bytes']} on disk, {on_disk / original.weight_bytes:.1%} of the original's {shown['of']}",
+        f"             {', '.join(f'{share:.1%} of its {name}' for name, share in shares.items())}",
+    ]
+    if about.format == "hf-padded" and (zeros := now.params - about.sizes["pruned"].params):
+        lines.append(f"             {zeros:,} of the parameters are zeros")
+    if about.speed is not None:
+        lines += ["", generation_speed.verdict_of(about.speed), generation_speed.speed_table(about.speed), ""]
+    notes = list(about.notes)
+    if about.dropped_layers:
+        layers = ", ".join(map(str, about.dropped_layers))
+        notes.insert(0, f"nothing was kept of layers {layers} of the original, so they are left out")
+    if dense.file is not None and on_disk > (before := dense.file.stat().st_size):
+        step = (
+            "quantise it, as below"
+            if about.format == "gguf"
+            else "for a small file take --format gguf and quantise that"
+        )
+        notes.append(f"this is larger than {dense.file.name} ({short_bytes(before)}), as it is not quantised: {step}")
+    lines += [f"note         {note}" for note in notes]
+    return "\n".join([*lines, "", *_next(folder, about, dense, where, command)])
+
+
+def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequence[str]) -> list[str]:
+    """The block `next`: commands for this very checkpoint."""
+    from tune_prune import embedded
+    from tune_prune.checkpoint.card.commands import uses
+    from tune_prune.checkpoint.gguf.architecture import check_shape
     from tune_prune.models.gguf import header
 
-    on_disk = sum(file.bytes for file in about.files.values())
-    saved_as = "padded" if "padded" in about.sizes else "pruned"
-    disk_bytes = {"dense": about.sizes["dense"].weight_bytes, saved_as: on_disk}
-    lines = ["", sizes.size_table(about.sizes, disk_bytes)]
-    if saved_as == "padded":
-        dense, pruned, padded = (about.sizes[name].params for name in ("dense", "pruned", "padded"))
-        left = (dense - padded) / max(1, dense - pruned)
-        lines += [
-            "",
-            f"padding      {padded - pruned:,} zeros: {left:.0%} of the reduction by pruning remains",
-        ]
-    if about.speed is not None:
-        lines += ["", generation_speed.speed_table(about.speed)]
-    if about.dropped_layers:
-        lines += [
-            "",
-            f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both attention and MLP",
-        ]
-    lines += [f"note: {note}" for note in about.notes]
-    lines += ["", f"saved        {shown_path(folder)}/: {', '.join(about.files)}, README.md, {MANIFEST}"]
-    where = folder
+    steps, place = uses(folder, about, where), folder
     if about.format == "gguf":
-        where = folder / next(iter(about.files))
-        if about.for_text:
-            lines += [f"load         llama-cli -m {shlex.quote(str(shown_path(where)))}"]
-    else:
-        code = ", trust_remote_code=True" if (folder / CODE).is_file() else ""
-        lines += [f'load         AutoModelForCausalLM.from_pretrained("{shown_path(folder)}"{code})']
-    if about.format != "gguf" or header.is_read(where):
-        lines += [f"check        {shlex.join(evaluation(str(shown_path(where)), about))}"]
-    return "\n".join(lines)
+        place = folder / next(iter(about.files))
+    elif command and about.base.model not in embedded.MODEL_NAMES:  # llama.cpp has no tokenizer of theirs
+        with contextlib.suppress(UserError):
+            check_shape(dense.hf_config, about.config.shape)
+            steps.append(("llama.cpp", shlex.join([*command, "--format", "gguf", "--output", f"{where}-gguf"])))
+    if about.format != "gguf" or header.is_read(place):
+        model = where if place == folder else f"{where}/{place.name}"
+        steps.append(("evaluate", shlex.join(evaluation(model, about))))
+    steps.append(("share", shlex.join(["hf", "upload", f"YOU/{folder.name}", where])))
+    return [f"{'' if number else 'next':<13}{name:<11}{line}" for number, (name, line) in enumerate(steps)]
 
 
 def evaluation(model: str, about: Manifest) -> list[str]:

@@ -22,6 +22,7 @@ from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.statistics.rules import score
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.analysis.verdict import verdicts
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import TrustingRun
 from tune_prune.core.errors import UserError, refused
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Results:
-    """What a search has found. `print(results)` shows its final table.
+    """What a search has found. `print(results)` shows the best configuration of each model, then the best trials.
 
     folder    of the experiment
     findings  every number of its analysis (tune_prune/analysis/statistics/findings.py)
@@ -82,8 +83,9 @@ class Results:
     def prune(self, model: str | None = None, device: str = "auto", trust_tasks: bool = False) -> PrunedModel:
         """The pruned model of the best configuration, by the plan that its trial has kept, else found again.
 
-        `model` is a label of `best`; None: the only one. `trust_tasks`: for `evaluate`, as for `open`. Raises UserError where there
-        are several, or none, and where the dense model is not available any more.
+        `model` is a label of `best`; None: the only one or, of one model with and without training, the better. `trust_tasks`: for
+        `evaluate`, as for `open`. Raises UserError where there are several models, or none, and where the original model is not
+        available any more.
         """
         from tune_prune.cli import prune_request
         from tune_prune.planning import resolve
@@ -114,7 +116,8 @@ class Results:
         return f"Results of {self.folder}: complete trials: {counts}"
 
     def __str__(self) -> str:
-        return final_table(self.findings)
+        best = [verdict.line for verdict in verdicts(self.findings).values()]
+        return "\n".join([*best, *([""] if best else []), final_table(self.findings)])
 
 
 def load(folder: Location) -> Results:

@@ -16,7 +16,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -128,6 +128,7 @@ def _run(
 ) -> None:
     from tune_prune.analysis.cost import cost_line
     from tune_prune.analysis.render.messages import one_line
+    from tune_prune.analysis.verdict import winners
     from tune_prune.cli import plan_details, plan_text
     from tune_prune.cli.plan_text import shown_path
     from tune_prune.planning.preflight import make_plan
@@ -156,8 +157,6 @@ def _run(
 
     def at_end(results: Results) -> None:
         say(f"\n{results}\n")
-        if results.cost:  # else a warning has said why not
-            say(cost_line(results.cost))
         if args.save_best:
             with progress.shown():
                 _save_best(results)
@@ -179,24 +178,24 @@ def _run(
         for row in results.best.reset_index().to_dict("records")  # NaN, which no setting can be: it does not apply
     ]
     log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
-    if results.findings.rule != "accuracy":
-        by = f"by {results.findings.rule}, the --objective; the tables go by accuracy"
-        for label, found in results.findings.models.items():
-            say(f"best         {label}: {found.best['name']}, {by}")
-    say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
-    labels = [] if args.save_best else list(results.best.index)
     if in_memory:
-        say("             they end with this process; to keep them, name a folder or a bucket with --storage-path")
+        say(
+            "not kept     the results end with this process; to keep them, name a folder or a bucket with --storage-path"
+        )
     else:
-        for name, next_command in next_commands(str(folder), labels, results.findings.rule):
+        to_keep = {} if args.save_best else winners(results.findings)
+        for name, next_command in next_commands(str(folder), to_keep, results.findings.rule):
             say(f"{name:<12} {shlex.join(next_command)}")
+        say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
+    if results.cost:  # else a warning has said why not
+        say(cost_line(results.cost))
     if len(failed):
         classes = failure_counts(failed["failure"])
         first = failed.iloc[0]
-        say(f"failed       {len(failed)} of {len(planned)} trials: {classes} (see all_methods_results.csv)")
+        say(f"failed       {len(failed)} of {len(planned)} trials: {classes}; reasons are in all_methods_results.csv")
         say(f"             e.g. {first['model']} {first['name']}: {one_line(first['reason'])}")
         if not in_memory:
-            say(f"             the same command tries them again:\n             {again}")
+            say(f"try again    {again}")
 
 
 def _log_plan(log: JsonLog, plan: Plan) -> None:
@@ -207,32 +206,37 @@ def _log_plan(log: JsonLog, plan: Plan) -> None:
     log.event("plan", **about, predicted_seconds=seconds, predicted_gpu_hours=hours)
 
 
-def next_commands(folder: str, labels: Sequence[str], rule: str = "accuracy") -> list[tuple[str, list[str]]]:
-    """What can be done with a finished search, by name; `labels`: the models whose best configuration can be saved; `rule`: by
+def next_commands(folder: str, kept: Mapping[str, str], rule: str = "accuracy") -> list[tuple[str, list[str]]]:
+    """What can be done with a finished search, by name; `kept`: by model the label whose best configuration is saved; `rule`: by
     which it was chosen."""
-    commands = [
-        ("view curves", ["tensorboard", "--logdir", f"{folder}/tensorboard"]),
-        ("report", ["tune-prune", "analysis", folder, *([] if rule == "accuracy" else ["--rule", rule])]),
-    ]
-    for label in labels:
-        which = ["--model", label] if len(labels) > 1 else []
-        commands.append(("keep", ["tune-prune", "prune", "--config", folder, *which, "--output", f"{label}-pruned"]))
-    return commands
+    from tune_prune.analysis.verdict import folder_name
+
+    commands = []
+    for model, label in kept.items():
+        which = ["--model", label] if len(kept) > 1 else []
+        keep = ["tune-prune", "prune", "--config", folder, *which, "--output", folder_name(model)]
+        commands.append(("keep", keep))
+    by = [] if rule == "accuracy" else ["--rule", rule]
+    commands.append(("report", ["tune-prune", "analysis", folder, *by]))
+    return [*commands, ("curves", ["tensorboard", "--logdir", f"{folder}/tensorboard"])]
 
 
 def _save_best(results: Results) -> None:
     """The best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
     from tune_prune import prune
+    from tune_prune.analysis.verdict import winners
     from tune_prune.cli import prune_request
+    from tune_prune.cli.plan_text import shown_path
     from tune_prune.core.store import SAVED_MODELS
     from tune_prune.opened import Model
 
     assert isinstance(results.folder, Path)  # else the search has not started
-    for label in results.best.index:
+    for model, label in winners(results.findings).items():
         request = prune_request.from_config(str(results.folder), label)
-        folder = results.folder / SAVED_MODELS / label
-        saved = prune.save(Model(request.run, prune.device_of(request)), request, folder, overwrite=True)
-        say(f"{prune.describe(folder, saved)}\n")
+        folder = results.folder / SAVED_MODELS / model
+        dense = Model(request.run, prune.device_of(request))
+        saved = prune.save(dense, request, folder, overwrite=True)
+        say(f"{prune.describe(folder, saved, dense, prune.again(shown_path(results.folder), label))}\n")
 
 
 if __name__ == "__main__":

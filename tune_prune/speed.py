@@ -130,6 +130,8 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
         models = {"dense": dense.model, "pruned": own.model}
     found = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
     rows = {name: sizes.sizes(model, own.family) for name, model in models.items()}
+    if len(found) > 1:
+        say(f"{generation_speed.verdict_of(found)}\n")
     say(f"{sizes.size_table(rows, {})}\n\n{generation_speed.speed_table(found)}")
     if output is not None:
         first = found[next(reversed(found))]
@@ -181,7 +183,7 @@ def _of_search(args: argparse.Namespace) -> None:
         candidates = list(_candidates(found, args.all))
         measured += _measure(args, label, opened[run.label], candidates)
         kept |= {str(candidate.store.path(SPEED)): None for candidate in candidates}
-    say(f"\nmeasured     {measured}; kept in {', '.join(kept)}")
+    say(f"\nmeasured     {measured} of them now; all are kept in {', '.join(kept)}")
     say(f"report       tune-prune analysis {args.config}")
 
 
@@ -239,11 +241,11 @@ def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> 
 def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, candidates: list[_Candidate]) -> int:
     """Measure each of them that was not yet, and keep it before the next; returns how many."""
     from tune_prune import measuring
-    from tune_prune.checkpoint.generation_speed import spread
+    from tune_prune.checkpoint.generation_speed import spread, verdict
     from tune_prune.core.values import speed
 
     conditions = measuring.speed_conditions(dense, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
-    count = f"{len(candidates)} configuration{'s' * (len(candidates) != 1)} beside the dense model"
+    count = f"{len(candidates)} configuration{'s' * (len(candidates) != 1)} beside the original"
     lengths = f"prompt of {conditions.prompt_tokens:,} tokens, {conditions.new_tokens:,} new tokens, batch size {BATCH}"
     say(f"{label}: {count}, {lengths}, {conditions.dtype} on {conditions.device}")
     width, measured = max(len(candidate.name) for candidate in candidates), 0
@@ -255,6 +257,8 @@ def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, candidate
             record = measuring.measure_speed(dense, _plan(store, key, candidate.name), key, conditions)
             speed.write_speed(store, record)
             measured += 1
+        if candidate is candidates[0]:
+            say(f"speed        {verdict(record.prefill, record.decode)}: {candidate.name}, the most accurate")
         parts = {"prefill": record.prefill, "decode": record.decode}
         shown = "  ".join(f"{name} {ratio.value:.2f}x {spread(ratio)}" for name, ratio in parts.items())
         say(f"  {candidate.name:<{width}}  {shown}{before}")

@@ -311,12 +311,12 @@ def test_final_table(tmp_path: Path) -> None:
         "num_samples",
         "Perplexity",
         "Accuracy",
-        "Accuracy",
-        "retained",
+        "Of",
+        "original",
         "Parameters",
     ]
     assert [row.split() for row in rows[:5]] == [
-        ["dense", "–", "–", "5.00", ".8000", "±", ".0080", "100.0%", "1,000"],
+        ["original", "–", "–", "5.00", ".8000", "±", ".0080", "100.0%", "1,000"],
         ["taylor", "64", "128", "10.00", ".6123", "±", ".0100*", "76.5%", "800"],
         ["taylor", "16", "128", "10.00", ".6100", "±", ".0100*", "76.2%", "800"],
         ["blockwise", "256", "512", "inf", ".4000", "±", ".0100", "50.0%", "800"],

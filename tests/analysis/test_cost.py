@@ -36,14 +36,14 @@ def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     assert cost["evaluation_fraction"] == pytest.approx(24 / 36)
     assert cost["gpu_hours"] == pytest.approx((28 + 8) * 0.5 / 3600)
     assert cost["shared_passes"] == PASSES
-    assert cost_line(cost) == "cost         2 gradient passes, 1 removal pass"
+    assert cost_line(cost) == "time         36s of computing in all"
 
 
 def test_passes_of_any_statistic_are_counted(tmp_path: Path) -> None:
     passes = [*PASSES, stage("input_norms", 1.0, 20), stage("input_norms", 1.0, 20)]
     cost = write_cost(FolderStore(tmp_path), [], {}, passes)
     assert cost["input_norms_passes"] == 2
-    assert cost_line(cost) == "cost         1 gradient pass, 2 input norms passes, 1 removal pass"
+    assert (cost["gradient_passes"], cost["removal_passes"]) == (1, 1)
 
 
 def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Path) -> None:
@@ -69,16 +69,15 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
     assert last["tokens_per_stage"]["perplexity"] == {"predicted": 90, "measured": 100}
     assert last["tokens_per_stage"]["removal"] == {"predicted": 0, "measured": 0}
     assert last["predicted_gpu_hours"] == 0.25
-    assert cost_line(cost) == "cost         predicted 1m40s to 3m00s, took 1m31s"  # all passes are of the first start
+    assert cost_line(cost) == "time         1m31s; the plan said 1m40s to 3m00s"
     first = write_cost(FolderStore(tmp_path), [OWN], {"m": DENSE}, PASSES, predicted, wall_seconds=9.0)
     assert first["last_start"]["seconds_per_stage"]["removal"] == {"predicted": 0.0, "measured": 3.0}
-    line = "cost         predicted 1m40s to 3m00s, took 9.0s; 2 gradient passes, 1 removal pass"
-    assert cost_line(first) == line
+    assert cost_line(first) == "time         9.0s; the plan said 1m40s to 3m00s"
     everything = totals([OWN], {"m": DENSE}, PASSES)
     again = write_cost(
         FolderStore(tmp_path), [OWN], {"m": DENSE}, PASSES, predicted, before=everything, wall_seconds=0.5
     )
-    assert cost_line(again) == "cost         nothing was computed, took 0.5s"
+    assert cost_line(again) == "time         0.5s; nothing was left to compute"
 
 
 @pytest.mark.parametrize(

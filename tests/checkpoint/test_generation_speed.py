@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from tests.conftest import VARIANTS
 from tune_prune.checkpoint import generation_speed
-from tune_prune.checkpoint.generation_speed import GenerationSpeed, measure, speed_table
+from tune_prune.checkpoint.generation_speed import GenerationSpeed, measure, speed_table, verdict, verdict_of
 from tune_prune.checkpoint.sizes import sizes
 from tune_prune.core.errors import UserError
+from tune_prune.core.values.speed import Relative
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import prune
@@ -207,8 +208,19 @@ def test_table() -> None:
     graphed = speed_table({"dense": replace(ONE, graph=True)}).splitlines()[-1]
     assert graphed.endswith("bfloat16 on NVIDIA H200, decoded by CUDA graphs")
     assert speed_table({"dense": ONE, "pruned": OTHER}).splitlines() == [
-        "        prefill tokens/s         decode tokens/s         peak memory bytes",
-        "dense             24,512  1.00x             61.5  1.00x     16,532,111,222  1.00x",
-        "pruned            30,640  1.25x             76.9  1.25x     13,225,688,978  0.80x",
+        "          prefill tokens/s         decode tokens/s         peak memory bytes",
+        "original            24,512  1.00x             61.5  1.00x     16,532,111,222  1.00x",
+        "pruned              30,640  1.25x             76.9  1.25x     13,225,688,978  0.80x",
         "prompt of 512 tokens, 64 new tokens, batch size 1, median of 5, bfloat16 on NVIDIA H200",
     ]
+
+
+def test_a_verdict_says_nothing_that_single_rounds_contradict() -> None:
+    said = "25% faster at prefill (reading the prompt), 25% faster at decode (writing the answer)"
+    assert verdict_of({"dense": ONE, "pruned": OTHER}) == f"speed        {said}"
+    ratios = Relative(1.1, 0.99, 1.2), Relative(0.45, 0.4, 0.5)
+    assert verdict(Relative(1.1, 0.99, 1.4), ratios[1]).startswith("not clearly faster or slower at prefill")
+    assert (
+        verdict(*ratios) == "about as fast at prefill (reading the prompt), 55% slower at decode (writing the answer)"
+    )
+    assert verdict(Relative(2.25, 2.0, 2.5), ratios[0]).startswith("2.2 times as fast at prefill")

@@ -256,7 +256,8 @@ def test_stock_architecture_where_it_fits(case: str, shape: str, write: Callable
     variant, overrides = CASES[case]
     file = write(variant, pruned(variant, shape, **overrides))
     assert file.architecture == ARCHITECTURE_OF[case, shape]
-    assert f"GGUF architecture {file.architecture}" in file.notes
+    said = [note for note in file.notes if f"llama.cpp reads it as architecture {file.architecture}, " in note]
+    assert len(said) == (file.architecture in ("deci", "openelm"))  # layers that differ: who else reads that?
 
 
 def test_families_have_an_architecture_for_layers_alike_and_all_but_smollm3_one_for_others():

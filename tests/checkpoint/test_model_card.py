@@ -189,20 +189,24 @@ def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
     assert rows[3] == ["piqa (acc_norm)", ".8000 ± .0111", ".6100 ± .0123", "76.2%"]
     text = card(tmp_path, measured_on=MeasuredOn(protocol=2, text=WIKITEXT2[0], tasks={}))
     assert "in bfloat16" in text and "raw WikiText-2 test split, in windows of at most 2,048 tokens" in text
-    assert "the first 1,500 items of each of lm-eval's zero-shot tasks (chance: .3570 on average)" in text
+    assert "the first 1,500 questions of each of lm-eval's zero-shot tasks (chance: .3570 on average)" in text
 
 
 @pytest.mark.parametrize(
     ("data_dir", "tasks", "said"),
     [
-        ("/data", ("piqa", "boolq"), "all items of each of lm-eval's zero-shot tasks"),
+        ("/data", ("piqa", "boolq"), "all questions of each of lm-eval's zero-shot tasks"),
         (
             "/data",
             ("piqa", "my_quiz"),
-            "all items of each of lm-eval's zero-shot tasks and of the user's own my_quiz",
+            "all questions of each of lm-eval's zero-shot tasks and of the user's own my_quiz",
         ),
-        ("/data", ("my_quiz", "mine"), "all items of each of the user's own my_quiz, mine"),
-        (None, ("piqa", "lambada_openai"), "all items of each of lm-eval's zero-shot tasks"),  # that lm-eval has, too
+        ("/data", ("my_quiz", "mine"), "all questions of each of the user's own my_quiz, mine"),
+        (
+            None,
+            ("piqa", "lambada_openai"),
+            "all questions of each of lm-eval's zero-shot tasks",
+        ),  # that lm-eval has, too
     ],
 )
 def test_tasks_of_ones_own_are_said_to_be_such(
@@ -234,7 +238,7 @@ def test_numbers_of_an_embedded_model_are_said_to_be_such(model: str, data_dir: 
     base = replace(BASE, model=model, label=model, revision=None)
     text = card(tmp_path, base=base, source=run)
     assert "perplexity on the perplexity text embedded in tune_prune" in text
-    assert "accuracy on all items of each of the tasks embedded in tune_prune" in text
+    assert "accuracy on all questions of each of the tasks embedded in tune_prune" in text
     assert (
         "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of the text embedded in tune_prune, seed 3"
         in text
@@ -274,8 +278,8 @@ def test_sizes_and_speeds(tmp_path: Path) -> None:
     assert table(text, "Size") == [
         ["Parameters", "8,030,261,248", "6,424,211,456", "80.0%"],
         ["On disk", "16.1 GB", "12.8 GB", "80.0%"],
-        ["KV cache per token", "131,072 B", "104,448 B", "79.7%"],
-        ["Multiply-accumulates per token", "7,504,658,432", "5,898,608,640", "78.6%"],
+        ["Memory per token of context (KV cache)", "131,072 B", "104,448 B", "79.7%"],
+        ["Arithmetic per token (multiply-adds)", "7,504,658,432", "5,898,608,640", "78.6%"],
     ]
     assert table(text, "Speed") == [
         ["Prefill, tokens/s", "24,512", "30,640", "× 1.25"],
@@ -290,7 +294,7 @@ def test_padding_is_shown_beside_what_was_pruned(tmp_path: Path) -> None:
     sizes = SIZES | {"padded": padded}
     text = card(tmp_path, {"model_type": "llama"}, format="hf-padded", sizes=sizes, params=padded.params)
     assert table(text, "Size")[0] == ["Parameters", "8,030,261,248", "7,000,000,000", "87.2%"]
-    assert "Without the zeros the pruned model has 6,424,211,456 parameters (80.0%)." in text
+    assert "Without its zeros this model has 6,424,211,456 parameters (80.0%)." in text
     assert "zeros were left out for this measurement" in text
     assert "not masked" not in text and "zeros" not in card(tmp_path)
 
@@ -302,14 +306,14 @@ def test_how_it_was_made(tmp_path: Path) -> None:
         "Licence": "unknown: none was found in the base model's card, or that could not be read; look it up before you publish "
         "this model",
         "Method": "`blockwise`",
-        "Calibration": "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of `wiki.train.txt`, seed 3",
+        "Sample text": "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of `wiki.train.txt`, seed 3",
         "Shape": "`free`",
         "Parameters removed": "20.0% asked, 20.00% reached (1,606,049,792 of 8,030,261,248)",
         "Layers": "5 of 6; dropped: 4; without attention: 2; without MLP: 3",
     }
     other = card(tmp_path, config=PruningConfig("blockwise", 32, 128, removal_divisor=3))
     expected = "128 samples of 32 tokens (removal losses: the first 42, divisor 3) of `wiki.train.txt`, seed 3"
-    assert f"| Calibration | {expected} |" in other
+    assert f"| Sample text | {expected} |" in other
     assert "Made on 2026-11-21 with torch 2.13.0, transformers 5.23.0, tune_prune 0.1.0." in text
     assert "/home/me" not in text  # a card is for publishing
 
@@ -410,9 +414,9 @@ REFIT, BOTH = {"compensation": "least_squares"}, {"compensation": "least_squares
     ("config", "notes", "words"),
     [
         ({}, [], "Not fine-tuned: no weight was trained"),
-        (REFIT, [f"blocks {REFITTED}"], "Not trained after pruning, but for a refit of its last projections"),
-        (BOTH, [f"blocks {REFITTED}, and it {TRAINED}"], "Trained after pruning on a little calibration text"),
-        (BOTH, [f"it {TRAINED}", NOT_REFITTED], "Trained after pruning on a little calibration text"),
+        (REFIT, [f"blocks {REFITTED}"], "Not trained after pruning; its remaining weights were repaired"),
+        (BOTH, [f"blocks {REFITTED}, and it {TRAINED}"], "Trained after pruning on a little sample text"),
+        (BOTH, [f"it {TRAINED}", NOT_REFITTED], "Trained after pruning on a little sample text"),
         (BOTH, [NOT_REFITTED, NOT_TRAINED], "Not fine-tuned: no weight was trained"),
     ],
 )

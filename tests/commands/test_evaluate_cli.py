@@ -32,6 +32,11 @@ TINY = ("--model", "tiny-llama")
 STAGES = ("perplexity", "zero_shot")
 
 
+def printed(value: float) -> str:
+    """A fraction as the final table of a search has it."""
+    return f"{value:.4f}".removeprefix("0")
+
+
 @pytest.fixture
 def sentence(refused: Callable[..., str]) -> Callable[..., str]:
     """A function (*argv) -> the one sentence with which the command refuses."""
@@ -70,24 +75,18 @@ def test_the_tables_say_what_the_record_holds(measured: tuple[str, dict[str, Any
         accuracy = metrics[f"acc_{task}"]
         stderr = wilson_stderr(20) if accuracy in (0, 1) else metrics[f"acc_{task}_stderr"]
         logprob, its_error = metrics[f"gold_logprob_{task}"], metrics[f"gold_logprob_{task}_stderr"]
-        assert cells.group(1).split() == [
-            metric,
-            f"{accuracy:.4f}",
-            f"{stderr:.4f}",
-            "0.5000",
-            "20",
-            f"{logprob:.3f}",
-            f"{its_error:.4f}",
-        ]
+        expected = f"{metric} {printed(accuracy)} ± {printed(stderr)} .5000 20 {logprob:.3f} ± {its_error:.3f}"
+        assert cells.group(1).split() == expected.split()
     mean = re.search(r"^mean +(.*)$", text, re.MULTILINE)
-    assert mean and mean.group(1).split()[0] == f"{metrics['acc_mean']:.4f}"
+    assert mean and mean.group(1).split()[0] == printed(metrics["acc_mean"])
+    result = f"result       accuracy {printed(metrics['acc_mean'])} ± "
+    assert f"\n{result}" in text and f", perplexity {metrics['ppl']:.2f}\n" in text.partition(result)[2]
     assert f"perplexity {metrics['ppl']:.2f} on the embedded text" in text
     assert f"{int(metrics['params_count']):,} parameters" in text and "float32 on cpu" in text
     tokens = {name: sum(stage["tokens"] for stage in values["stages"] if stage["stage"] == name) for name in STAGES}
     assert min(tokens.values()) > 0  # really measured: nothing came from a cache
-    for name, count in tokens.items():
-        assert re.search(rf"^{name.replace('_', '-')} +{count:,} +[\d.]+$", text, re.MULTILINE), text
-    assert len(re.findall(r"^zero-shot .* of 40 items", text, re.MULTILINE)) == len(EvaluationProtocol().slices)
+    assert re.search(rf"^perplexity   .*\({tokens['perplexity']:,} tokens, [\d.]+ s\)$", text, re.MULTILINE), text
+    assert len(re.findall(r"^accuracy     .* of 40 questions", text, re.MULTILINE)) == len(EvaluationProtocol().slices)
 
 
 def test_a_local_folder_with_local_data_and_a_note(
@@ -105,7 +104,7 @@ def test_a_local_folder_with_local_data_and_a_note(
         and "on the text in text/wikitext2-raw.test.txt (not recognised as WikiText-2)" in out
     )
     assert re.search(
-        r"^piqa +acc_norm +[\d.]+ +- +0.5000 +1 +-[\d.]+ +-$", out, re.MULTILINE
+        r"^piqa +acc_norm +[\d.]+ +\.5000 +1 +-[\d.]+$", out, re.MULTILINE
     )  # one item has no standard error
     assert "note: scored one by one: it is Tuesday\n" in out
 
@@ -228,17 +227,18 @@ def test_a_pruned_checkpoint_gives_the_numbers_that_its_trial_recorded(
     assert evaluate.main(["--model", str(small), *FLAGS, "--output", str(record)]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert f"tiny-llama pruned by layerwise-s16-n8, {before.plan.removed_fraction:.1%} of its parameters removed" in out
-    assert "format hf" in out and "on the embedded text" in out
+    removed = f"{before.plan.removed_fraction:.1%} of its parameters removed by layerwise on 8 samples of 16 tokens"
+    assert f"checkpoint   tiny-llama, {removed}" in out and "on the embedded text" in out
+    assert re.search(r"^result       accuracy .*, perplexity .*, both as recorded$", out, re.MULTILINE)
     after = json.loads(record.read_text(encoding="utf-8"))["metrics"]
     for name in ("ppl", "acc_boolq", "acc_piqa", "acc_mean", "acc_mean_stderr"):
         assert after[name] == before.metrics[name]  # float32: to the last bit
     assert f"recorded {before.metrics['ppl']:.2f}, difference 0\n" in out
     for row in ("boolq", "piqa", "mean"):
-        accuracy = f"{after[f'acc_{row}']:.4f}"
+        accuracy = printed(after[f"acc_{row}"])
         cells = re.search(rf"^{row} +(?:acc\w* +)?(.*)$", out, re.MULTILINE)
         assert cells, out
-        assert [cells.group(1).split()[i] for i in (0, 2, 3)] == [accuracy, accuracy, "0"]
+        assert [cells.group(1).split()[i] for i in (0, 1, 3, 4)] == [accuracy, "±", accuracy, "0"]
     assert "note:" not in out
 
 
@@ -250,15 +250,16 @@ def test_differences_are_shown_and_what_differs_in_the_protocol_is_said(
     out = capfd.readouterr().out
     ppl = re.search(r"^perplexity ([\d.]+) on .* recorded 5.00, difference (\S+)$", out, re.MULTILINE)
     assert ppl and float(ppl.group(2)) == pytest.approx(float(ppl.group(1)) - 5, abs=0.01)
-    row = re.search(r"^boolq +acc +([\d.]+) +\S+ +0.2500 +(\S+) ", out, re.MULTILINE)
+    assert re.search(r"^result       accuracy .*, recorded otherwise", out, re.MULTILINE)
+    row = re.search(r"^boolq +acc +([\d.]+) ± \S+ +\.2500 +(\S+) ", out, re.MULTILINE)
     assert row and float(row.group(2)) == pytest.approx(float(row.group(1)) - 0.25, abs=1e-4) and row.group(2)[0] == "+"
     argv = ["--tasks", "boolq", "--limit", "5", "--device", "cpu", "--perplexity-window", "512"]
     assert evaluate.main(["--model", str(small), *argv]) == 0
     out = capfd.readouterr().out
     assert "note: the recorded perplexity is not compared: its windows have 128 tokens, these 512; "
     assert "measure with --perplexity-window 128 to compare\n" in out
-    assert re.search(r"^boolq +acc +[\d.]+ +[\d.]+ +- +- ", out, re.MULTILINE)
-    assert "note: the recorded accuracies are not compared: they are over at most 20 items a task" in out
+    assert re.search(r"^boolq +acc +[\d.]+ ± [\d.]+ +– +– ", out, re.MULTILINE)
+    assert "note: the recorded accuracies are not compared: they are over at most 20 questions a task" in out
 
 
 def test_a_pruned_checkpoint_without_its_manifest(small: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,9 @@ def test_the_command_gives_what_the_trial_recorded(
             f"KL +{number} ± {recorded[f'{name}_stderr']:.4f} nats per token on {what}; recorded {number}, difference 0"
         )
         assert re.search(f"^{line}$", out, re.MULTILINE), out
-    assert "dense model  tiny-llama" in out and re.search(r"^kl +[\d,]+ +[\d.]+$", out, re.MULTILINE)
+    assert "original     tiny-llama: KL is" in out and re.search(
+        r"^KL .*\([\d,]+ tokens, [\d.]+ s\)$", out, re.MULTILINE
+    )
 
 
 def test_in_python(recorded: dict[str, float], small: Path, base: Path) -> None:

@@ -130,13 +130,15 @@ def test_a_flag_may_repeat_what_the_configuration_says(flags: str, sentence: str
 
 def test_the_next_commands_of_a_search_are_command_lines() -> None:
     parsers = {"prune": prune.parser(), "analysis": command.parser()}
-    for labels in ([], ["tiny-llama"], ["tiny-llama@0.1", "tiny-llama@0.3"]):
-        lines = [(name, shlex.split(shlex.join(argv))) for name, argv in search.next_commands("my results/x", labels)]
-        assert [name for name, _ in lines] == ["view curves", "report", *["keep"] * len(labels)]
-        parsed = [parsers[argv[1]].parse_args(argv[2:]) for _, argv in lines[1:]]
-        assert parsed[0].folders == [Path("my results/x")]
-        kept = [(args.config, args.model, args.output) for args in parsed[1:]]
-        assert kept == [("my results/x", label if len(labels) > 1 else None, f"{label}-pruned") for label in labels]
+    two = {"tiny-llama@0.1": "tiny-llama@0.1+lora", "a b": "a b"}
+    for winners, outputs in (({}, []), ({"m": "m+lora"}, ["m-pruned"]), (two, ["tiny-llama-0.1-pruned", "a-b-pruned"])):
+        lines = [(name, shlex.split(shlex.join(argv))) for name, argv in search.next_commands("my results/x", winners)]
+        assert [name for name, _ in lines] == [*["keep"] * len(winners), "report", "curves"]
+        parsed = [parsers[argv[1]].parse_args(argv[2:]) for _, argv in lines[:-1]]
+        assert parsed[-1].folders == [Path("my results/x")]
+        kept = [(args.config, args.model, args.output) for args in parsed[:-1]]
+        labels = winners.values() if len(winners) > 1 else [None] * len(winners)
+        assert kept == [("my results/x", label, output) for label, output in zip(labels, outputs, strict=True)]
 
 
 @pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])

@@ -160,8 +160,8 @@ def test_a_search_in_memory(searched: Searched, capsys: pytest.CaptureFixture[st
     assert search.main(argv) == 0
     assert tune_prune.load_results("memory://results/one").best.equals(tune_prune.load_results(searched.folder).best)
     told = capsys.readouterr().out
-    assert "they end with this process" in told
-    assert not [name for name in ("view curves", "report", "keep") if f"\n{name} " in told]
+    assert "the results end with this process" in told
+    assert not [name for name in ("curves", "report", "keep") if f"\n{name} " in told]
     assert search.main([flag for flag in argv if flag != "--inline"]) == 2
     assert "the memory of this process, which no worker of Ray sees; add --inline" in capsys.readouterr().err
 

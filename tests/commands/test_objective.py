@@ -28,9 +28,9 @@ def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert "3 of 3 configurations a model, by kl" in said
     assert f"report       tune-prune analysis {tmp_path / 'by-kl'} --rule kl" in said
-    assert re.search(
-        r"^best         tiny-llama: .+, by kl, the --objective; the tables go by accuracy$", said, re.MULTILINE
-    )
+    (best,) = re.findall(r"^best         tiny-llama: (.+(?:\n {13}.+)*)$", said, re.MULTILINE)
+    assert "the lowest KL, the distance from the original's predictions, " in (best := " ".join(best.split()))
+    assert "as --objective asks; accuracy " in best and best.endswith("; the table below goes by accuracy")
     folder = tmp_path / "by-kl"
     assert json.loads((folder / "experiment.json").read_text())["settings"]["objective"] == "kl"
     records = Ledger(FolderStore(folder)).records()

@@ -106,10 +106,11 @@ def test_the_printed_check_prints_the_recorded_numbers_beside_its_own(
     searched: Searched, printed: Callable[..., str]
 ) -> None:
     folder = searched.folder / "best" / "tiny-mistral"
-    line = next(line for line in searched.printed.splitlines() if line.startswith("check ") and str(folder) in line)
+    line = next(line for line in searched.printed.splitlines() if " evaluate   " in line and str(folder) in line)
     assert line.split()[1:3] == ["tune-prune", "evaluate"]
     told = printed(evaluate.main, *line.split()[3:])
-    rows = re.findall(r"^(\w+) +acc\w* +(\d\.\d{4}) +\S+ +(\d\.\d{4}) +(\S+) ", told, re.MULTILINE)
+    rows = re.findall(r"^(\w+) +acc\w* +(\S+) ± \S+ +(\S+) +(\S+) ", told, re.MULTILINE)
+    assert re.search(r"^result       accuracy .*, both as recorded; the original's accuracy is ", told, re.MULTILINE)
     assert len(rows) == 7
     assert all(measured == recorded and difference == "0" for _, measured, recorded, difference in rows)
 
@@ -124,12 +125,19 @@ def test_every_format_from_the_command_line(
     told = printed(prune.main, *argv)
     about = read(out / MANIFEST)
     sizes = about["sizes"]
-    for name, row in sizes.items():
-        line = next(line for line in told.splitlines() if line.startswith(f"{name} ") and "%" in line)
-        for value in (row["params"], row["kv_bytes_per_token"], row["macs_per_token"]):
-            assert f" {value:,} " in f"{line} ", (name, line)
+    now = sizes.get("padded", sizes["pruned"])
+    names = {
+        "parameters": "params",
+        "memory per token of context": "kv_bytes_per_token",
+        "arithmetic per token": "macs_per_token",
+    }
+    shares = (f"{now[name] / sizes['dense'][name]:.1%} of its {words}" for words, name in names.items())
+    assert f"\n             {', '.join(shares)}\n" in told
+    on_disk = sum(file["bytes"] for file in about["files"].values())
+    assert f"{on_disk / sizes['dense']['weight_bytes']:.1%} of the original's " in told
     assert sizes["pruned"]["params"] < sizes["dense"]["params"] == 158_848
-    assert ("padding " in told) == ("padded" in sizes) == (fmt == "hf-padded")
+    assert (" of the parameters are zeros\n" in told) == ("padded" in sizes) == (fmt == "hf-padded")
+    assert re.search(r"^speed +\S+ .*at prefill .* at decode ", told, re.MULTILINE)
     for values in about["speed"].values():
         assert values["prefill_tokens_per_s"] > 0 and values["decode_tokens_per_s"] > 0
     assert "prefill tokens/s" in told
@@ -250,6 +258,6 @@ def test_a_damaged_plan_is_computed_again(
     argv = ["--config", str(experiment), "--model", "tiny-llama", "--output", str(tmp_path / "o"), "--device", "cpu"]
     assert prune.main(argv) == 0
     assert f"{path} is " in caplog.text and "the plan is computed again" in caplog.text
-    assert "plan         computed" in capfd.readouterr().out
+    assert ", chosen by embedded text in float32\n" in capfd.readouterr().out
     layers = read(tmp_path / "o" / "tune_prune.json")["plan"]["layers"]
     assert layers == plan["layers"]

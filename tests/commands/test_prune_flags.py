@@ -91,16 +91,19 @@ def test_no_tasks_have_to_be_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "name", "text"),
-    [("magnitude", "magnitude", "it reads no text"), ("taylor", "taylor-s16-n8", "calibration: embedded")],
+    [
+        ("magnitude", "magnitude", "without sample text"),
+        ("taylor", "taylor on 8 samples of 16 tokens", "by embedded text"),
+    ],
 )
 def test_only_what_was_read_is_named(
     method: str, name: str, text: str, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     samples = ["--seq-len", "16", "--num-samples", "8"] if method == "taylor" else []
     out = printed(prune.main, "--model", "tiny-llama", "--method", method, *samples, "--output", tmp_path / "out")
-    assert f"tiny-llama: {name}, 20% of all parameters\n" in out
-    assert f"plan         computed in float32 ({text}): " in out
-    assert re.search(r"^pruning +[\d.]+ s$", out, re.MULTILINE)
+    assert f"prune        tiny-llama by 20% of all parameters: {name}\n" in out
+    assert f"%), chosen {text} in float32\n" in out
+    assert re.search(r"^cut +[\d.]+ s$", out, re.MULTILINE)
 
 
 def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]) -> None:

@@ -86,7 +86,7 @@ def test_what_the_rules_choose_is_measured_once(
     made = records(experiment)
     names = {Path(row["output_dir"]).name: row["name"] for _, row in found.eligible.iterrows()}
     assert 1 < len(chosen) < len(names) and {names[key] for key in made} == chosen
-    assert f"measured     {len(chosen)}; kept in {experiment / 'speed'}" in out
+    assert f"measured     {len(chosen)} of them now; all are kept in {experiment / 'speed'}" in out
     assert clock() == len(chosen) * len(ROUNDS) * 2 * 3
     for record in made.values():
         assert (record.prefill.value, record.prefill.lowest, record.prefill.highest) == (6 / 2, 1.0, 4.0)
@@ -98,17 +98,22 @@ def test_what_the_rules_choose_is_measured_once(
         assert record.dense_kv_bytes_per_token == 1280 and 0 < record.kv_bytes_per_token < 1280
         line = rf"^  {names[record.key]} +prefill 3\.00x \(1\.00 to 4\.00\)  decode 1\.00x \(1\.00 to 2\.00\)$"
         assert re.search(line, out, re.MULTILINE), out
+    best, unclear = found.eligible["name"].iloc[0], "not clearly faster or slower"  # in one round of three
+    assert (
+        f"\nspeed        {unclear} at prefill (reading the prompt), {unclear} at decode (writing the answer): {best}, the"
+        in out
+    )
     assert contents(experiment) == before
 
-    assert f"measured     {len(chosen)}; kept in {experiment / 'speed'}\n" in out
+    assert f"measured     {len(chosen)} of them now; all are kept in {experiment / 'speed'}\n" in out
     again = printed(speed.main, *argv)
-    assert "measured     0;" in again and again.count("(measured before)") == len(chosen)
+    assert "measured     0 of" in again and again.count("(measured before)") == len(chosen)
     lost = sorted((experiment / "speed").iterdir())[0]
     lost.unlink()
     resumed = printed(speed.main, *argv)
-    assert "measured     1;" in resumed and records(experiment).keys() == made.keys()
+    assert "measured     1 of" in resumed and records(experiment).keys() == made.keys()
     assert clock() == (len(chosen) + 1) * len(ROUNDS) * 2 * 3
-    assert f"measured     {len(chosen)};" in printed(speed.main, *argv, "--overwrite")
+    assert f"measured     {len(chosen)} of" in printed(speed.main, *argv, "--overwrite")
     assert len(list((experiment / "speed").iterdir())) == len(chosen)
 
 
@@ -138,8 +143,9 @@ def test_a_checkpoint_beside_its_dense_model(
     argv = ("--model", FIRST_HOUSE / "pruned", *SHORT, "--repeats", "3", "--output", record)
     for _ in range(2):  # its own record is replaced
         out = printed(speed.main, *argv)
-    assert re.search(r"^dense +4 +1\.00x +0\.25 +1\.00x ", out.replace("1.33", "4"), re.MULTILINE), out
+    assert re.search(r"^original +4 +1\.00x +0\.25 +1\.00x ", out.replace("1.33", "4"), re.MULTILINE), out
     assert re.search(r"^pruned .* 3\.00x  \(1\.00 to 4\.00\) .* 1\.00x  \(1\.00 to 2\.00\) ", out, re.MULTILINE), out
+    assert out.startswith("speed        not clearly faster or slower at prefill")  # in one round it was not faster
     assert "prompt of 8 tokens, 2 new tokens, batch size 1, median of 3, float32 on CPU" in out
     assert re.search(r"^pruned +127,\d+ +80\.\d%", out, re.MULTILINE) and "bytes on disk" not in out
     values = json.loads(record.read_text())

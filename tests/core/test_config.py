@@ -250,3 +250,11 @@ def test_seeds_differ_by_purpose_and_by_seed() -> None:
 def test_did_you_mean_names_the_closest_and_all() -> None:
     assert did_you_mean("Blokwise", ["taylor", "blockwise"]) == "did you mean 'blockwise'? known: blockwise, taylor"
     assert did_you_mean("zzz", ["taylor"]) == "known: taylor"
+
+
+def test_a_configuration_in_words_says_what_its_method_reads() -> None:
+    trained = replace(CONFIG, compensation="least_squares", refit_tokens=65_536, recovery="lora", shape="aligned-64")
+    words = "taylor on 128 samples of 64 tokens, shape aligned-64, repaired with 65,536 tokens, trained for 100 steps"
+    assert trained.in_words() == words
+    assert CONFIG.in_words({"method", "shape"}) == "taylor"
+    assert replace(CONFIG, num_samples=1, damping=0.5).in_words() == "taylor on 1 sample of 64 tokens, damping 0.5"

@@ -78,13 +78,15 @@ def test_the_command_that_checks_a_file_is_said_where_it_can(
     PreTrainedTokenizerFast.from_pretrained(words).save_pretrained(biased)
     about = ["--model", biased, "--method", "random", "--shape", "uniform", "--format", "gguf"]
     with_biases = printed(prune.main, *about, "--output", tmp_path / "small")
-    assert "llama-cli -m" in with_biases and "check  " not in with_biases  # `evaluate` would refuse it
-    assert "llama-cli -m" in (free := told("free", "--seed", "1")) and "check  " not in free  # deci: llama.cpp's alone
+    assert "llama-cli -m" in with_biases and "evaluate  " not in with_biases  # `evaluate` would refuse it
+    assert (
+        "llama-cli -m" in (free := told("free", "--seed", "1")) and "evaluate  " not in free
+    )  # deci: llama.cpp's alone
     uniform = told("uniform")
-    command = uniform.partition("check  ")[2].split()
+    command = uniform.partition("evaluate   ")[2].partition("\n")[0].split()
     assert command[:3] == ["tune-prune", "evaluate", "--model"] and command[3].endswith(".gguf")
     more = "--data-dir", data_folder(tmp_path / "data"), "--tasks", "piqa", "--limit", "2"
-    assert "format gguf; config and weights are those" in printed(evaluate.main, *command[2:], *more)
+    assert "its files are those that tune_prune.json lists" in printed(evaluate.main, *command[2:], *more)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,12 @@ def test_what_no_file_can_hold_is_refused_before_anything_is_computed(
 def test_a_file_without_a_tokenizer_is_for_no_program_of_texts(tmp_path: Path, printed: Callable[..., str]):
     flags = ["--model", "tiny-llama", "--method", "magnitude", "--format", "gguf", "--output", tmp_path / "small"]
     told = printed(prune.main, *flags)
-    assert f"the GGUF file has none: {IDS_ALONE}" in told and "saved  " in told and "llama-cli" not in told
+    assert (
+        f"the GGUF file has none: {IDS_ALONE}" in told
+        and "saved  " in told
+        and "llama-cli" not in told
+        and "llama-server" not in told
+    )
     assert "```sh\nllama-cli" not in (card := (tmp_path / "small" / "README.md").read_text()) and IDS_ALONE in card
 
 
@@ -139,5 +146,7 @@ def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, 
     model.prune("magnitude", ratio=0.2, shape="uniform").save(tmp_path / "small", "gguf")
     file = next((tmp_path / "small").glob("*.gguf"))
     source = catalog.resolve(str(file))
-    with pytest.raises(UserError, match=r"is already pruned, .* of tiny.F32 are removed; start from the dense model"):
+    with pytest.raises(
+        UserError, match=r"is already pruned, .* of tiny.F32 are removed; start from the original model"
+    ):
         origin.require_dense(source, loading.load_config(source))

@@ -106,13 +106,10 @@ def test_what_is_saved_is_what_was_measured(opened, tmp_path):
     pruned = opened.prune("taylor", 0.3, 16, 8, compensation="least_squares", refit_tokens=2048, **STEPS)
     measured = pruned.evaluate(limit=20, tasks="boolq")
     about = pruned.save(tmp_path / "free")
-    (note,) = (note for note in about.notes if "the plan alone does not rebuild" in note)
-    assert "were refitted" in note and "was trained" in note
+    (note,) = about.notes
+    assert "were repaired" in note and "was trained" in note and about.refitted and about.trained
     card = (tmp_path / "free/README.md").read_text()
-    assert (
-        "--recovery lora" in card
-        and "| Training of what is left | `lora`, 5 steps, learning rate 0.01, rank 8 |" in card
-    )
+    assert "--recovery lora" in card and "| Training | `lora`, 5 steps, learning rate 0.01, rank 8 |" in card
     saved = tune_prune.open(tmp_path / "free", device="cpu").evaluate(limit=20, tasks="boolq")
     assert saved.ppl == measured.ppl and saved.acc_mean == measured.acc_mean
     untrained = opened.prune("taylor", 0.3, 16, 8, compensation="least_squares", refit_tokens=2048)
@@ -184,7 +181,7 @@ def test_a_recovery_is_searched_pruned_and_evaluated_as_recorded(printed, tmp_pa
     best = ("--config", tmp_path / "one", "--model", "tiny-llama+lora")
     text = printed(prune.main, *best, "--output", tmp_path / "small", "--device", "cpu")
     assert "as searched" in text and re.search(
-        r"^recovery +from the cache$", text, re.MULTILINE
+        r"^training +already done by the search, which has kept it$", text, re.MULTILINE
     )  # found where the search left it
     said = printed(evaluate.main, "--model", tmp_path / "small", *common, "--device", "cpu")
     assert "difference 0" in said

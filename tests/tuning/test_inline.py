@@ -212,7 +212,7 @@ def test_a_view_that_cannot_be_written_is_a_warning_and_the_others_are(tmp_path,
     assert len(found) == len(warnings) and all(map(str.startswith, found, warnings))
     for name in ("global_best_config.json", "method_comparison.json", "cost.json"):
         assert json.loads((tmp_path / "one" / name).read_text())
-    assert all(f"\n{line} " in out for line in ("cost", "results", "keep", "report"))
+    assert all(f"\n{line} " in out for line in ("time", "results", "keep", "report"))
 
 
 def test_a_defect_in_a_view_is_raised(tmp_path, monkeypatch):

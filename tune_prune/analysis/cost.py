@@ -100,17 +100,14 @@ def write_cost(
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:
-    """One line for the screen from what `write_cost` returned: of this start, where something was predicted of it."""
-    last = cost.get("last_start")
-    counts = cost if last is None else last["passes"]
-    made = {name: n for name, n in counts.items() if name.endswith("_passes") and isinstance(n, int) and n}
-    parts = [", ".join(passes(n, name) for name, n in made.items())]
-    if last is not None:
-        wall, tokens = last["wall_seconds"], last["tokens_per_stage"].values()
-        idle = not any(stage["measured"] for stage in tokens)
-        expected = "nothing was computed" if idle else f"predicted {between(wall['predicted'])}"
-        parts.insert(0, f"{expected}, took {duration(wall['measured'])}")
-    return f"cost         {'; '.join(filter(None, parts))}"
+    """One line for the screen from what `write_cost` returned: how long this start took, where something was predicted of it, else
+    how long everything did."""
+    if (last := cost.get("last_start")) is None:
+        return f"time         {duration(cost['worker_seconds'])} of computing in all"
+    wall, tokens = last["wall_seconds"], last["tokens_per_stage"].values()
+    idle = not any(stage["measured"] for stage in tokens)
+    expected = "nothing was left to compute" if idle else f"the plan said {between(wall['predicted'])}"
+    return f"time         {duration(wall['measured'])}; {expected}"
 
 
 def passes(count: float, name: str) -> str:

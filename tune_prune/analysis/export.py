@@ -16,6 +16,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION, as_cell, config_of, frame, plain_value, plain_values, ranked
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.analysis.verdict import winners
 from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import (
@@ -60,6 +61,8 @@ def views(
         "schema_version": SCHEMA_VERSION,
         "selection_rule": findings.rule,
         "models": best,
+        # by the label without training: which of `models` has won, that or its training
+        "winners": {label: winner for label, winner in winners(findings).items() if winner in best},
         "models_without_complete_trial": sorted(set(labels) - set(best)),
     }
     methods = {label: _methods(findings, label) for label in labels if not findings.study.models[label].rows.empty}

@@ -37,13 +37,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel, StaticCache
 
-from tune_prune.checkpoint.sizes import aligned
+from tune_prune.checkpoint.sizes import aligned, row_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 from tune_prune.core.values.speed import Relative, relative
 from tune_prune.models.runner.devices import captured
 
 log = logging.getLogger(__name__)
+
+_ALIKE = 1.25  # rounds whose ratios differ by less tell that two models are as fast
 
 SEED = 0  # of the prompt
 
@@ -250,11 +252,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:
-    """The speeds of several models in aligned columns, each number with its ratio to the first row's (the dense model) and the
+    """The speeds of several models in aligned columns, each number with its ratio to the first row's (the original) and the
     lowest and highest ratio of a round, and a line that says what was measured."""
     names = list(rows)
     first = rows[names[0]]
-    table = [["", *names]]
+    table = [["", *map(row_label, names)]]
     for title, field, seconds in (
         ("prefill tokens/s", "prefill_tokens_per_s", "prefill_s"),
         ("decode tokens/s", "decode_tokens_per_s", "decode_s"),
@@ -267,6 +269,31 @@ def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:
         if all(rounds) and len(rows) > 1:
             table.append(["", "", *(spread(relative(rounds[0], own)) for own in rounds[1:])])
     return "\n".join([*aligned([list(row) for row in zip(*table, strict=True)]), conditions(first)])
+
+
+def verdict_of(rows: Mapping[str, GenerationSpeed]) -> str:
+    """`speed`, for the screen: the last of several models beside the first, in words."""
+    first, last = (list(rows.values())[place] for place in (0, -1))
+    ratios = []
+    for name in ("prefill", "decode"):
+        rounds = [getattr(one, f"{name}_s") for one in (first, last)]
+        value = getattr(last, f"{name}_tokens_per_s") / getattr(first, f"{name}_tokens_per_s")
+        ratios.append(relative(*rounds) if all(rounds) else Relative(value, value, value))
+    return f"speed        {verdict(*ratios)}"
+
+
+def verdict(prefill: Relative, decode: Relative) -> str:
+    """Both in words: 12% faster at prefill (reading the prompt), about as fast at decode (writing the answer)."""
+    return f"{in_words(prefill)} at prefill (reading the prompt), {in_words(decode)} at decode (writing the answer)"
+
+
+def in_words(ratio: Relative) -> str:
+    """How fast beside the original; where some rounds were faster and others slower, neither is said."""
+    if ratio.lowest <= 1 <= ratio.highest:
+        return "about as fast" if ratio.highest < _ALIKE * ratio.lowest else "not clearly faster or slower"
+    if ratio.value >= 2:
+        return f"{ratio.value:.1f} times as fast"
+    return f"{ratio.value - 1:.0%} faster" if ratio.value > 1 else f"{1 - ratio.value:.0%} slower"
 
 
 def spread(ratio: Relative) -> str:

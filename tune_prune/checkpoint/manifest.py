@@ -128,11 +128,15 @@ class Manifest:
 
     @property
     def refitted(self) -> bool:
-        return any(REFITTED in note for note in self.notes)
+        return self._noted(REFITTED, "were refitted on calibration text")
 
     @property
     def trained(self) -> bool:
-        return any(TRAINED in note for note in self.notes)
+        return self._noted(TRAINED, "was trained towards the dense model's predictions")
+
+    def _noted(self, *words: str) -> bool:
+        """Whether a note has one of them: as it is written, or as older versions have."""
+        return any(word in note for word in words for note in self.notes)
 
     @property
     def base_name(self) -> str:

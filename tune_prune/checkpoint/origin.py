@@ -62,12 +62,13 @@ def require_dense(source: ModelSource, config: PretrainedConfig) -> None:
     if found is not None:
         label, name = found[1].base.label, found[1].base_name
         raise UserError(
-            f"{source.label} is already pruned, {found[1].plan.removed_fraction:.1%} of {label} are removed; start from the dense "
-            f"model instead: --model {name}"
+            f"{source.label} is already pruned, {found[1].plan.removed_fraction:.1%} of {label} are removed; start from the "
+            f"original model instead: --model {name}"
         )
     if config.model_type.startswith(PREFIX):
         raise UserError(
-            f"{source.label} is already pruned (model type {config.model_type}); start from the dense model that it was made from"
+            f"{source.label} is already pruned (model type {config.model_type}); start from the original model "
+            "that it was made from"
         )
 
 

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune.checkpoint.layers import LayerWidths, stock_config, take_buffers, widths
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.geometry import Geometry
 from tune_prune.models.runner.layer_weights import LazyWeights
+from tune_prune.pruning.groups import PruningPlan
 
 
 def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], head_dim: int) -> PreTrainedModel:
@@ -36,6 +38,16 @@ def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], h
     padded.generation_config = model.generation_config
     _check_nothing_lost(model, padded, family)
     return padded.eval()
+
+
+def padded_params(plan: PruningPlan, geometry: Geometry) -> int:
+    """Of the padded model that `plan` leaves of the dense one, to warn before it is written: norms of dropped layers count, too."""
+    there = [layer for layer, kept in enumerate(plan.kept_groups) if kept or plan.kept_channels[layer]]
+    most = max(len(plan.kept_groups[layer]) for layer in there)
+    kv_heads = min(count for count in (*geometry.uniform_kv_heads, max(geometry.kv_heads)) if count >= most)
+    channels = max(len(plan.kept_channels[layer]) for layer in there)
+    layers = sum(kv_heads * geometry.group_cost[layer] + channels * geometry.channel_cost[layer] for layer in there)
+    return geometry.total_params - sum(geometry.layer_params) + layers
 
 
 def padded_weights(

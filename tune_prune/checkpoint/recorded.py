@@ -72,7 +72,7 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
                 notes.append(f"{task} is not compared: it was not recorded")
             elif before.tasks[task] != content:
                 notes.append(
-                    f"{task} is not compared: its items or the version of lm-eval have changed since it was recorded"
+                    f"{task} is not compared: its questions or the version of lm-eval have changed since it was recorded"
                 )
             else:
                 accuracies[task] = accuracy
@@ -100,4 +100,4 @@ def _tokens(bound: int | None) -> str:
 
 
 def _items(limit: int | None) -> str:
-    return "all items" if limit is None else f"at most {limit:,} items a task"
+    return "all questions" if limit is None else f"at most {limit:,} questions a task"

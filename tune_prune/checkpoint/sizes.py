@@ -64,7 +64,7 @@ def _projections(layer: nn.Module, family: Family) -> dict[str, torch.Tensor]:
 
 
 def size_table(rows: Mapping[str, Sizes], disk_bytes: Mapping[str, int]) -> str:
-    """The sizes of several models in aligned columns, each number with its share of the first row's (the dense model).
+    """The sizes of several models in aligned columns, each number with its share of the first row's (the original).
 
     `disk_bytes` are the bytes of the weight files, by row; a row that has none there gets a dash,
     and without any there is no such column."""
@@ -72,16 +72,21 @@ def size_table(rows: Mapping[str, Sizes], disk_bytes: Mapping[str, int]) -> str:
     columns: list[tuple[str, list[int | None]]] = [
         ("parameters", [rows[name].params for name in names]),
         ("bytes on disk", [disk_bytes.get(name) for name in names]),
-        ("KV bytes/token", [rows[name].kv_bytes_per_token for name in names]),
-        ("MACs/token", [rows[name].macs_per_token for name in names]),
+        ("cache bytes/token", [rows[name].kv_bytes_per_token for name in names]),
+        ("multiply-adds/token", [rows[name].macs_per_token for name in names]),
     ]
-    table = [["", *names]]
+    table = [["", *map(row_label, names)]]
     for title, values in columns:
         if not any(values):
             continue
         table.append([title, *("-" if value is None else f"{value:,}" for value in values)])
         table.append(["", *(share(value, values[0]) for value in values)])
     return "\n".join(aligned([list(row) for row in zip(*table, strict=True)]))
+
+
+def row_label(name: str) -> str:
+    """How a person calls a row of `Manifest.sizes`."""
+    return {"dense": "original"}.get(name, name)
 
 
 def share(value: float | None, whole: float | None) -> str:

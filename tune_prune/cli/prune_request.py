@@ -58,8 +58,8 @@ class PruneRequest:
 def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> PruneRequest:
     """The best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
 
-    `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); `base` and `revision` where that model is, if
-    not where it was searched. Raises UserError.
+    `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); None: the only model, or the better of it and its
+    training. `base` and `revision`: where that model is, if not where it was searched. Raises UserError.
     """
     place = location(asked).expanduser()
     is_folder = place.is_dir() if isinstance(place, Path) else place.suffix != ".json"
@@ -83,7 +83,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     try:
         values = parse_json(path, content)
         entries = values["models"] if "models" in values else {values["model"]: values}
-        entry = _chosen(entries, label, path)
+        entry = _chosen(entries, values.get("winners", {}), label, path)
         config = PruningConfig.from_dict(entry)
         run = None if entry["source"] is None else validated(ModelRun, entry["source"])
         measured = _metrics(entry) if entry.get("draws", 1) == 1 else None  # a mean over draws is of no one model
@@ -110,7 +110,13 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
-def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> dict[str, Any]:
+def _chosen(
+    entries: Mapping[str, Any], winners: Mapping[str, str], label: str | None, path: Location
+) -> dict[str, Any]:
+    """The entry of that label; without one that of the only model or, where that is there with and without training, of the better
+    one (`winners`)."""
+    if label is None and len(winners) == 1:
+        label = next(iter(winners.values()))
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
     if not entries:

@@ -32,12 +32,10 @@ EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral")  # which tune_pru
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
 # What notes say of a model whose weights were changed besides the cut, or were not, as a guard has refused what was asked for
-REFITTED = "were refitted on calibration text"
-NOT_REFITTED = "no refit was used: of no block that was cut did one pass its checks (docs/methods.md)"
-TRAINED = "was trained towards the dense model's predictions on calibration text"
-NOT_TRAINED = (
-    "no training was used: on held-out samples it did not lower the divergence from the dense model's predictions"
-)
+REFITTED = "were repaired with sample text"
+NOT_REFITTED = "no repair was used: none passed its checks (docs/methods.md)"
+TRAINED = "was trained on sample text to imitate the original"
+NOT_TRAINED = "no training was used: on sample text that it had not seen it brought the model no nearer to the original"
 
 PERPLEXITY_TOKENS = Whole(2, 10**9)
 MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind
@@ -180,6 +178,20 @@ class PruningConfig:
             for name, row in HYPERPARAMETERS.items()
             if name in shown and (value := getattr(self, name)) != row.default and row.name_prefix is not None
         )
+
+    def in_words(self, shown: Container[str] = HYPERPARAMETERS) -> str:
+        """For a person, e.g. `taylor on 128 samples of 64 tokens, repaired`; `shown`: the hyperparameters that its method reads."""
+        samples = f" on {self.num_samples:,} sample{'s' * (self.num_samples > 1)} of {self.seq_len:,} tokens"
+        usual = self.refit_tokens == HYPERPARAMETERS["refit_tokens"].default
+        repaired = "repaired" + ("" if usual else f" with {self.refit_tokens:,} tokens")
+        words = {"compensation": repaired, "recovery": f"trained for {self.recovery_steps:,} steps"}
+        said = ("method", "seq_len", "num_samples", "pruning_ratio", "refit_tokens", "recovery_steps")
+        others = [
+            words.get(name) or f"{name} {row.kind.short(value)}"
+            for name, row in HYPERPARAMETERS.items()
+            if name in shown and name not in said and (value := getattr(self, name)) != row.default
+        ]
+        return ", ".join([self.method + samples * ("num_samples" in shown), *others])
 
     def settings(self) -> dict[str, Any]:
         """What a search space must say to try this configuration alone; what is at its default is left out, but for the first

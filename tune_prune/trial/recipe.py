@@ -36,14 +36,14 @@ class Recipe:
         """Sentences for who uses the model: what `config` has done to its weights besides the cut, and what it has not."""
         done, notes = [], []
         if self.changes.refitted:
-            done.append(f"the last projections of {len(self.changes.refitted)} cut blocks {REFITTED}")
+            done.append(f"{len(self.changes.refitted)} of its weight matrices {REFITTED}")
         elif config.compensation != "none" and self.plan.removed_params:
             notes.append(NOT_REFITTED)
         if self.changes.updates:
-            done.append(f"what is left {TRAINED}")
+            done.append(f"the model {TRAINED}")
         elif config.recovery != "none" and self.plan.removed_params:
             notes.append(NOT_TRAINED)
-        return [f"{' and '.join(done)}: the plan alone does not rebuild this model"] * bool(done) + notes
+        return [" and ".join(done)] * bool(done) + notes
 
     def make(self, dense: LoadedModel) -> tuple[PreTrainedModel, int]:
         """The pruned copy of `dense`, and its number of parameters. It is as empty as that one is, or has its weights on the device

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.changes import MEASURES
 from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
-from tune_prune.analysis.statistics.findings import Findings, Message
+from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
 from tune_prune.analysis.tables.changes import changes
 from tune_prune.analysis.tables.configurations import (
@@ -24,8 +26,10 @@ from tune_prune.analysis.tables.configurations import (
 )
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
+from tune_prune.analysis.verdict import Verdict, verdicts
 from tune_prune.core.values.hyperparameters import RECIPE
 
+_OF_ORIGINAL = replace(RETAINED, label="Of original")  # its accuracy; short, as tables on the screen have 100 columns
 _ON_SCREEN = (
     "_at_chance",
     "_devices",
@@ -37,20 +41,21 @@ _ON_SCREEN = (
 
 
 def final_table(findings: Findings, top: int = 5) -> str:
-    """Per model: the dense model, the best configuration of each method and the `top` best; then the models compared. Lines have
-    100 columns at most."""
-    every = trials(findings)
-    tables = {label: _best_trials(findings, label, every.of(label), top) for label in sorted(findings.study.models)}
+    """Per model, trained or not: the original, the best configuration of each method and the `top` best; then the models compared.
+    Lines have 100 columns at most."""
+    every, found = trials(findings), verdicts(findings)
+    tables = {label: _best_trials(findings, verdict, every, top) for label, verdict in found.items()}
     blocks = []
-    for label, table in tables.items():
-        block = f"{table.title}\n" + (text_table(table) if table.rows else "")
-        if label not in findings.models:
+    for label in sorted({*tables, *findings.without}):
+        if label in findings.without:
             model = findings.study.models[label]
-            block += f"  {STOPPED_DRAWS if len(ranked(model.rows)) else 'no complete trial'}\n"
-        warnings = findings.models[label].warnings if label in findings.models else ()
-        block += "".join(f"  ! {format_message(m)}\n" for m in warnings if m.kind.endswith(_ON_SCREEN))
-        blocks.append(block)
-    if (across := _across(findings)) is not None:
+            nothing = STOPPED_DRAWS if len(ranked(model.rows)) else "no complete trial"
+            blocks.append(f"{label}: {counts(model)}\n  {nothing}\n")
+            continue
+        warnings = [m for one in found[label].members for m in one.warnings if m.kind.endswith(_ON_SCREEN)]
+        said = dict.fromkeys(f"  ! {format_message(message)}\n" for message in warnings)
+        blocks.append(f"{tables[label].title}\n{text_table(tables[label])}{''.join(said)}")
+    if (across := _across(findings, [verdict.winner.model.label for verdict in found.values()])) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
     changed = changes(findings)
     if changed is not None and (trained := [row for row in changed.rows if row["kind"] == "training"]):
@@ -74,42 +79,54 @@ def final_table(findings: Findings, top: int = 5) -> str:
     return "\n".join(map(fold, text.splitlines()))
 
 
-def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Table:
-    """The first rows of the table of its trials, below one for the dense model."""
-    found = findings.models.get(label)
-    model = findings.study.models[label] if found is None else found.model
-    ranked = [row for row in table.rows if row["rank"] is not None]
-    first = {row["method"]: row["rank"] for row in reversed(ranked)}
-    shown = [row for row in ranked if row["rank"] <= top or row["rank"] == first[row["method"]]]
-    title = f"{label}: {counts(model)}"
-    if len(shown) < len(ranked):
+def _best_trials(findings: Findings, verdict: Verdict, every: Table, top: int) -> Table:
+    """The first rows of the table of its trials, below one for the original."""
+    rows: list[dict[str, Any]] = []
+    ranks = {name: place for place, name in enumerate(verdict.rows["name"], 1)}
+    for found in verdict.members:
+        own = [row for row in every.of(found.model.label).rows if row["rank"] is not None]
+        kind = "yes" if found.model.trained else "–"
+        rows += [
+            {**row, "rank": ranks[row["name"]], "tied": row["name"] in verdict.marked, "training": kind} for row in own
+        ]
+    rows.sort(key=lambda row: row["rank"])
+    first = {(row["method"], row["training"]): row["rank"] for row in reversed(rows)}
+    shown = [row for row in rows if row["rank"] <= top or row["rank"] == first[row["method"], row["training"]]]
+    found, parts = verdict.members[0], [counts(one.model) for one in verdict.members]
+    title = f"{verdict.model}: {'; trained: '.join(parts)}"
+    if len(shown) < len(rows):
         title += f"; the best of each method and the {top} best"
     names = [column.key for column in hyperparameter_columns(findings)]
-    reading = {name: methods_reading(model.rows, name) for name in names}
-    rows = [{"method": "dense", **model.baseline}] if model.baseline else []
+    reading = {name: methods_reading(found.model.rows, name) for name in names}
+    made: list[dict[str, Any]] = [{"method": "original", **found.model.baseline}] if found.model.baseline else []
     for row in shown:
         unread = [name for name, methods in reading.items() if row["method"] not in methods]
-        rows.append({**row, **dict.fromkeys(unread)})
-    if found is not None:
-        rows = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in rows]
-    columns = [*table.pick(*names, "ppl", "draws", "acc_mean").columns, RETAINED, PARAMETERS]
-    notes = [*accuracy_notes(findings), Message("note_retained"), *window_notes(findings)]
-    return replace(table, title=title, columns=columns, rows=rows, notes=notes)
+        made.append({**row, **dict.fromkeys(unread)})
+    made = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in made]
+    columns = [*every.pick(*names, "ppl", "draws", "acc_mean").columns, _OF_ORIGINAL, PARAMETERS]
+    if len(parts) > 1:
+        columns.insert(len(names), Column("training", "Training", style="setting"))
+    notes = [*accuracy_notes(findings), *window_notes(findings)]
+    return replace(every, title=title, columns=columns, rows=made, notes=notes)
 
 
-def _across(findings: Findings) -> Table | None:
-    """The losses in points, also with the best single configuration for all; None with fewer than two models."""
+def _across(findings: Findings, labels: Collection[str]) -> Table | None:
+    """What the models of these labels lose with each other's best, in points, also with the best single configuration for all; None
+    with fewer than two."""
     table = transfer(findings)
-    if table is None or findings.transfer is None:
+    if table is None or findings.transfer is None or len(labels) < 2:
         return None
     for_all = findings.transfer.best_for_all
     table = replace(
-        table.pick("model", "name", *map(of_model, findings.models)), title=f"{table.title}, in points; –: not tried"
+        table.pick("model", "name", *map(of_model, labels)), title=f"{table.title}, in points; –: not tried"
     )
-    if for_all["config"] is None:
+    table = table.with_rows([row for row in table.rows if row["model"] in labels])
+    losses = [for_all["models"].get(row["model"], {}) if for_all["config"] else {} for row in table.rows]
+    if not any(losses):
         return table
-    losses = [for_all["models"].get(row["model"], {}) for row in table.rows]
-    losses = [{name: loss.get(name) for name in ("loss_points", "loss_points_stderr")} for loss in losses]
-    column = Column("loss_points", f"Best for all: {for_all['config']}", "points", "loss_points_stderr")
-    rows = [{**row, **loss} for row, loss in zip(table.rows, losses, strict=True)]
-    return replace(table, columns=[*table.columns, column], rows=rows)
+    columns = [
+        *table.columns,
+        Column("loss_points", f"Best for all: {for_all['config']}", "points", "loss_points_stderr"),
+    ]
+    values = [{name: loss.get(name) for name in ("loss_points", "loss_points_stderr")} for loss in losses]
+    return replace(table, columns=columns, rows=[{**row, **loss} for row, loss in zip(table.rows, values, strict=True)])

@@ -76,7 +76,7 @@ def _in_units(count: float, units: Sequence[str]) -> str:
 def dequantised(file: GgufOrigin) -> str:
     """What a dense model was read from."""
     what = f"{markdown_code(file.file)}, a GGUF file in {markdown_code(file.quantization)} (SHA-256 {markdown_code(file.sha256)})"
-    return f"read from {what} and made floating-point: that is the dense model of all comparisons here"
+    return f"read from {what} and made floating-point: that is the original of all comparisons here"
 
 
 def measured_on(manifest: Manifest) -> str:
@@ -96,7 +96,7 @@ def measured_on(manifest: Manifest) -> str:
         )
     if protocol.perplexity_tokens is not None:
         text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
-    count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
+    count = "all questions" if protocol.limit is None else f"the first {protocol.limit:,} questions"
     tasks = "the tasks embedded in tune_prune" if own_data else _tasks(protocol.tasks, source.data_dir is not None)
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
     sentence = (

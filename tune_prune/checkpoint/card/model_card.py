@@ -7,7 +7,6 @@ stated as such. Paths on the machine that made the checkpoint stay out: the card
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import shlex
@@ -35,6 +34,7 @@ from tune_prune.checkpoint.card.card_numbers import (
     short_bytes,
     short_count,
 )
+from tune_prune.checkpoint.card.commands import saved_config, uses
 from tune_prune.checkpoint.generation_speed import conditions, rate
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import ZERO_SHOT_METRIC
@@ -93,7 +93,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         hub_id=hub_id,
         license_entries=yaml.safe_dump(license_entries, sort_keys=False, width=10**6).strip(),
         measured_on=measured_on(manifest),
-        own_classes="auto_map" in _saved_config(folder),  # names classes that lie beside it
+        own_classes="auto_map" in saved_config(folder),  # names classes that lie beside it
         padded="padded" in manifest.sizes,
         saved=manifest.saved_sizes,
         picture_text=picture_text(manifest, geometry),
@@ -102,6 +102,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         quality=_quality(manifest),
         settings=_settings(manifest),
         speed=_speed(manifest),
+        uses=uses(folder, manifest, "."),
         title=markdown(name.rpartition("/")[2]),
         versions=", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
     )
@@ -124,7 +125,7 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     flags |= {
         "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
         "--seed": source.of(config).seed if source else None,
-        "--dtype": _saved_config(folder).get("dtype"),
+        "--dtype": saved_config(folder).get("dtype"),
         "--format": manifest.format if manifest.format != "hf" else None,
         "--output": "DIR",
     }
@@ -133,12 +134,6 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     words = [f"{flag} {shlex.quote(text)}" for flag, text in texts.items()]
     lines = [" ".join(words[start : start + 4]) for start in range(0, len(words), 4)]
     return " \\\n    ".join(["tune-prune prune", *lines])
-
-
-def _saved_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's config.json; a GGUF file has none."""
-    path = folder / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _quality(manifest: Manifest) -> list[dict[str, str]]:
@@ -211,15 +206,15 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         *([] if base.gguf is None else [("Base weights", dequantised(base.gguf))]),
         ("Licence", _license(manifest)),
         ("Method", f"`{config.method}`"),
-        ("Calibration", _calibration(manifest)),
+        ("Sample text", _calibration(manifest)),
         ("Shape", f"`{config.shape}`"),
         (
             "Parameters removed",
             f"{config.pruning_ratio:.1%} asked, {plan.removed_fraction:.2%} reached{steps} "
             f"({plan.removed_params:,} of {plan.total_params:,})",
         ),
-        *([] if config.compensation == "none" else [("Refit of what is left", refit)]),
-        *([] if config.recovery == "none" else [("Training of what is left", training)]),
+        *([] if config.compensation == "none" else [("Repair", refit)]),
+        *([] if config.recovery == "none" else [("Training", training)]),
         ("Layers", layers),
     ]
 
@@ -238,7 +233,7 @@ def _license(manifest: Manifest) -> str:
 def _calibration(manifest: Manifest) -> str:
     config, source = manifest.config, manifest.source
     if not load_method(config.method).statistics:
-        return "none: the method reads no data"
+        return "none: the method reads no text"
     samples = f"{config.num_samples:,} samples of {config.seq_len:,} tokens"
     if "removal_divisor" in load_method(config.method).reads:
         samples += f" (removal losses: the first {config.num_removal_samples:,}, divisor {config.removal_divisor:,})"
@@ -321,7 +316,7 @@ def layers_figure(manifest: Manifest, geometry: Geometry) -> Figure:
     for axes, (name, (left, dense)), colour in zip(panels, counts.items(), (_ORANGE, _BLUE), strict=True):
         _draw(axes, left / dense, colour, manifest.dropped_layers)
         axes.set_title(f"{name}: {left.sum() / dense.sum():.1%} kept")
-    panels[1].set_xlabel("Layer of the dense model")
+    panels[1].set_xlabel("Layer of the original model")
     handles = [Patch(facecolor=_GONE, label="removed")]
     if manifest.dropped_layers:
         handles.append(Patch(**_DROPPED, label="whole layer dropped"))

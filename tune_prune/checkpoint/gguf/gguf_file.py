@@ -304,7 +304,9 @@ def _projection(role: str, linear: nn.Linear, pair_heads: int = 0, scale: float 
 def _notes(
     model: PreTrainedModel, family: Family, architecture: Architecture, sizes: Sequence[LayerWidths]
 ) -> Iterator[str]:
-    yield f"GGUF architecture {architecture.name}"
+    if architecture.per_layer:
+        name = architecture.name
+        yield f"its layers differ, so llama.cpp reads it as architecture {name}, and other readers of GGUF files may refuse it"
     gone = {"an MLP": f"{STAND_IN} channels"} | ({"attention": "one head"} if architecture.fused else {})
     for what, stand_in in gone.items():
         layers = [str(i) for i, size in enumerate(sizes) if not (size.channels if what == "an MLP" else size.kv_heads)]
@@ -319,5 +321,5 @@ def _notes(
         for what, lengths in rows.items():
             odd = sum(1 for length in lengths if length % block)
             if odd and model.config.hidden_size % block == 0:  # else the dense model has the same trouble everywhere
-                hint = f" (--shape aligned-{block} avoids it)" if what == "MLPs" else ""
+                hint = f"; --shape aligned-{block} avoids it" if what == "MLPs" else ""
                 yield f"{odd} of {len(sizes)} {what} are no multiple of {block} wide: their last matrices {effect}{hint}"

@@ -95,7 +95,9 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
     split text otherwise, or where it has more tokens than rows."""
     tokenizer = load_tokenizer(ModelSource(folder.name, str(folder), "folder"))
     if len(tokenizer) > rows:
-        raise UserError(f"the tokenizer of {folder} has {len(tokenizer)} tokens, the model's embedding {rows} rows")
+        raise UserError(
+            f"the tokenizer of {folder} has {len(tokenizer)} tokens, the model's embedding {rows} rows; save it with --format hf"
+        )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {"model": {"type": "slow"}}
     kind = state["model"]["type"]

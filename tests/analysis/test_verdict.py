@@ -1,0 +1,116 @@
+"""The verdict at the end of a search: one configuration of each model, trained or not; it is what `prune` makes without being told
+which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.findings import from_csv, simulated_findings, simulated_study
+from tune_prune.analysis.export import write_views
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.statistics.findings import find
+from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.analysis.verdict import folder_name, verdicts, winners
+from tune_prune.cli import prune_request
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
+from tune_prune.results import Results
+
+GAINS = {"blockwise-s64-n512": 0.10, "taylor-s64-n512": 0.05}
+LOSSES = {"blockwise-s64-n512": -0.2}
+
+
+def line(found) -> str:
+    (verdict,) = verdicts(found).values()
+    return " ".join(verdict.line.split())
+
+
+@pytest.mark.parametrize(("gains", "winner"), [(GAINS, "alpha+lora"), (LOSSES, "alpha")])
+def test_of_a_model_and_its_training_one_wins(gains: dict[str, float], winner: str, tmp_path: Path) -> None:
+    folder = simulated_study(tmp_path, models=("alpha",), trained=gains)
+    found = find(read_study([folder], []))
+    assert winners(found) == {"alpha": winner}
+    best = found.models[winner].best
+    assert best["acc_mean"] == max(one.best["acc_mean"] for one in found.models.values())
+    said = line(found)
+    assert said.startswith(f"best alpha: {best['method']} on {best['num_samples']} samples of {best['seq_len']} tokens")
+    assert ("trained for 100 steps" in said) == (winner == "alpha+lora")
+    assert f"accuracy {best['acc_mean']:.4f} ± ".replace(" 0.", " .") in said and "% of the original's" in said
+
+    store = FolderStore(folder)
+    write_views(store, Ledger(store).records(), found)
+    assert json.loads((folder / "global_best_config.json").read_text())["winners"] == {"alpha": winner}
+    for label in (None, winner):  # `keep` says none
+        assert prune_request.from_config(str(folder), label, base="tiny-llama").config.name == best["name"]
+
+
+def test_all_of_a_model_are_compared_together(tmp_path: Path) -> None:
+    """The training gains so much that nothing without it is near, and both of its own are too close to each other."""
+    both = {"blockwise-s64-n512": 0.2, "blockwise-s64-n128": 0.2}
+    found = simulated_findings(tmp_path, models=("alpha",), trained=both)
+    (verdict,) = verdicts(found).values()
+    assert len(verdict.rows) == 20 and verdict.rows["acc_mean"].is_monotonic_decreasing
+    assert verdict.marked == {f"{name}-lora" for name in both} and line(found).endswith(
+        "; 1 of 19 others is too close to call"
+    )
+    table = final_table(found)
+    assert table.count("\n  original ") == 1 and table.startswith(
+        "alpha: 18 trials (18 complete); trained: 2 trials (2 complete)"
+    )
+    assert " num_samples  Training " in table and "Accuracy lost" not in table
+    marked = [row.split() for row in table.splitlines() if "* " in row and "±" in row]
+    assert len(marked) == 2 and all(row[3] == "yes" for row in marked)
+
+
+def test_the_count_of_one_group_is_its_confidence_set(tmp_path: Path) -> None:
+    found = simulated_findings(tmp_path, models=("alpha",), items=400)
+    (model,) = found.models.values()
+    close = len(model.tied) - 1
+    assert 1 < close < 17 and line(found).endswith(f"; {close} of 17 others are too close to call")
+    far = from_csv(tmp_path, {"M": lambda method, *_: 0.9 if method == "taylor" else 0.4})
+    assert "better than" not in line(far)  # equal ones of taylor
+    one = from_csv(
+        tmp_path, {"M": lambda *key: {("taylor", 16, 128): 0.9, ("blockwise", 16, 128): 0.4}.get(key, float("nan"))}
+    )
+    assert line(one).endswith("; clearly better than the other one")
+
+
+def test_several_models_have_a_line_and_are_named_to_prune(tmp_path: Path) -> None:
+    folder = simulated_study(tmp_path, trained=GAINS)
+    found = find(read_study([folder], []))
+    said = str(Results(folder, found, {}))
+    assert [row.split()[1] for row in said.splitlines() if row.startswith("best ")] == ["alpha:", "beta:"]
+    assert said.index("best ") == 0 and said.count("\n  original ") == 2
+    across = said.partition("Accuracy lost")[2]
+    assert "alpha+lora" in across and "beta+lora" in across and "–: not tried" in across
+    store = FolderStore(folder)
+    write_views(store, Ledger(store).records(), found)
+    with pytest.raises(
+        UserError, match=r"holds 4 results; choose one with --model: alpha, alpha\+lora, beta, beta\+lora"
+    ):
+        prune_request.from_config(str(folder), None)
+
+
+def test_by_another_objective_the_line_says_so(tmp_path: Path) -> None:
+    found = simulated_findings(tmp_path, rule="perplexity", models=("alpha",), trained=LOSSES)
+    (verdict,) = verdicts(found).values()
+    lowest = min(one.eligible["ppl"].min() for one in found.models.values())
+    assert verdict.winner.best["ppl"] == lowest
+    said = line(found)
+    assert f": the lowest perplexity, {lowest:.2f}, as --objective asks; accuracy " in said and "close" not in said
+
+
+def test_names_of_pruned_models_need_no_quotes() -> None:
+    labels = {
+        "tiny-llama": "tiny-llama",
+        "tiny-llama@0.3": "tiny-llama-0.3",
+        "a free/5 (x)": "a-free-5-x",
+        "模型": "model",
+    }
+    assert {label: folder_name(label) for label in labels} == {
+        label: f"{name}-pruned" for label, name in labels.items()
+    }

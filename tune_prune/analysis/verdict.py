@@ -1,0 +1,124 @@
+"""The verdict of a search: of each model the one configuration that won, trained or not, and how sure that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.analysis.input.rows import configuration_of
+from tune_prune.analysis.render.messages import pm, printed
+from tune_prune.analysis.render.text import fold
+from tune_prune.analysis.statistics.comparison import Comparison, compare, paired_scores
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
+from tune_prune.analysis.statistics.model_findings import ModelFindings
+from tune_prune.analysis.statistics.rules import score
+from tune_prune.core.hashing import seed_for
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.measures import ACCURACY_DIGITS, MEASURES
+
+_CHOSEN_BY = {
+    "perplexity": ("the lowest perplexity", "ppl"),
+    "gold_logprob": ("the highest log-probability of right answers", "nats"),
+    "kl": ("the lowest KL, the distance from the original's predictions", "nats"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """Of one model with one pruning ratio. `members` are its findings without training and, where there are any, with it."""
+
+    model: str  # the label without training
+    members: Sequence[ModelFindings]
+    rule: str  # one of MEASURES
+
+    @cached_property
+    def winner(self) -> ModelFindings:
+        """Whose best is the best of all; of equal ones the first, which is not trained."""
+        scores = score(pd.DataFrame([found.best for found in self.members]), self.rule)
+        return self.members[0 if np.isnan(scores).all() else int(np.nanargmax(scores))]
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """The eligible rows of all members, the most accurate first, with the `p_value` of a comparison of all of them."""
+        if len(self.members) == 1:
+            return self.members[0].eligible
+        rows = pd.concat([found.eligible for found in self.members], ignore_index=True)
+        order = rows["acc_mean"].astype("float64").round(ACCURACY_DIGITS)
+        rows = rows.loc[order.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
+        return rows.assign(p_value=self._compared(rows).p_value)
+
+    def _compared(self, rows: pd.DataFrame) -> Comparison:
+        first = self.members[0]
+        scores, _ = paired_scores(rows, first.items)
+        errors, draws = (rows[name].to_numpy(np.float64) for name in ("acc_mean_stderr", "draw_stderr"))
+        of_items = np.sqrt(np.maximum(0, errors**2 - np.nan_to_num(draws) ** 2))
+        return compare(
+            rows["acc_mean"].to_numpy(np.float64),
+            of_items,
+            scores,
+            np.random.default_rng(seed_for(first.seed, f"bootstrap of all of {self.model}")),
+            between=next((found.draw_variance for found in self.members if found.draw_variance), None),
+            shares=rows["draw_share"].to_numpy(np.float64),
+        )
+
+    @property
+    def marked(self) -> set[str]:
+        """Names of the most accurate and of what is too close to it to call, as far as errors are known."""
+        p_value = self.rows["p_value"]
+        return set() if np.isnan(p_value.iloc[0]) else set(self.rows.loc[p_value > 0.05, "name"])
+
+    @property
+    def line(self) -> str:
+        """`best`, for the screen."""
+        found, best = self.winner, self.winner.best
+        rows = found.model.rows
+        shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
+        parts = [f"accuracy {pm(best['acc_mean'], best['acc_mean_stderr'])}"]
+        if (runs := int(best["draws"])) > 1:
+            parts[0] += f" (mean of {runs} runs with other sample text)"
+        if (retained := found.retained(best["acc_mean"])) is not None:
+            parts[0] += f", {retained:.1%} of the original's"
+        if self.rule == "accuracy":
+            parts += self._close()
+        else:
+            what, form = _CHOSEN_BY[self.rule]
+            value = abs(float(score(pd.DataFrame([best]), self.rule)[0]))
+            shown_value = printed(-value if self.rule == "gold_logprob" else value, form)
+            parts = [f"{what}, {shown_value}, as --objective asks", *parts, "the table below goes by accuracy"]
+        return fold(f"best         \t{self.model}: {configuration_of(best).in_words(shown)}: {'; '.join(parts)}")
+
+    def _close(self) -> list[str]:
+        """How many others are too close to the most accurate to call."""
+        others, close = int(self.rows["p_value"].count()) - 1, len(self.marked) - 1
+        if others < 1 or close < 0:
+            return []
+        if close == 0:
+            return [f"clearly better than {f'all {others} others' if others > 1 else 'the other one'}"]
+        of_all = f"{close} of {others} others" if others > 1 else "the other one"
+        return [f"{of_all} {'is' if close == 1 else 'are'} too close to call"]
+
+
+def verdicts(findings: Findings) -> dict[str, Verdict]:
+    """By the model's label without training."""
+    members: dict[str, list[ModelFindings]] = {}
+    for found in findings.models.values():
+        members.setdefault((found.untrained or found).model.label, []).append(found)
+    rule = findings.rule if findings.rule in MEASURES else "accuracy"
+    return {label: Verdict(label, own, rule) for label, own in members.items()}
+
+
+def winners(findings: Findings) -> Mapping[str, str]:
+    """By the same the label of the findings whose best has won: the model's own, or that of its training."""
+    return {label: verdict.winner.model.label for label, verdict in verdicts(findings).items()}
+
+
+def folder_name(label: str) -> str:
+    """A name for the pruned model of that label that needs no quotes in a shell and that a hub takes: tiny-llama-0.3-pruned."""
+    plain = re.sub(r"[^\w.-]+", "-", label, flags=re.ASCII).strip("-.")
+    return f"{plain or 'model'}-pruned"
