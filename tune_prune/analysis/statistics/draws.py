@@ -146,11 +146,16 @@ def mean_of_draws(values: pd.Series) -> float:
     if whole and numbers.isna().any():
         return math.nan
     if name == "ppl":
-        return float(np.exp(np.log(numbers).mean()))
+        return mean_perplexity(numbers)
     if name.endswith(_STDERR):
         return math.sqrt(np.square(numbers).mean())
     mean = float(numbers.mean())
     return round(mean) if name in INTEGERS and math.isfinite(mean) else mean
+
+
+def mean_perplexity(values: pd.Series) -> float:
+    """Of several perplexities, wherever one is given for them: the geometric mean, exp of the mean log. NaN where none is known."""
+    return float(np.exp(np.log(values.astype("float64")).mean()))
 
 
 def interactions(several: Mapping[int, pd.DataFrame], items: DrawItems) -> dict[int, dict[str, float]]:
