@@ -239,7 +239,7 @@ def test_a_winner_of_one_draw_is_called_so(tmp_path: Path) -> None:
     assert leads.values["points"] == pytest.approx(100 * math.sqrt(between.mean_square))  # what a draw moves
     few = next(message for message in found.warnings if message.kind == "few_draws")
     assert few.values["points"] == pytest.approx(100 * math.sqrt(between.variance)) and between.interaction > 0
-    assert "beyond their items" in format_message(few)
+    assert "beyond the questions" in format_message(few)
 
 
 def test_a_method_that_reads_no_seed_has_no_draws(study, found: ModelFindings) -> None:
@@ -290,9 +290,9 @@ def test_where_every_configuration_has_a_stopped_draw_it_is_said_so(study) -> No
     rows = model.rows[[name.startswith(tuple(SEVERAL)) for name in model.rows["name"]]].copy()
     rows.loc[rows["name"].str.endswith("-r1"), ["status", "success"]] = ["stopped_early", False]
     changed = replace(study, models={"alpha": replace(model, rows=rows)})
-    assert "every configuration has a draw that was stopped early, so" in why_nothing(changed)
+    assert "every configuration has a run that was stopped early, so" in why_nothing(changed)
     table = final_table(find(changed))
-    assert "every configuration has a draw that was stopped early" in table and "no complete trial" not in table
+    assert "every configuration has a run that was stopped early" in table and "no complete trial" not in table
 
 
 def test_cross_fitting_leaves_the_draw_out() -> None:

@@ -34,7 +34,7 @@ ADDED_FREEDOM = 0.5  # with which intervals of few degrees of freedom cover what
 RISK = 0.03  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
 FIRST = 4  # configurations whose second draw tells first how far draws lie apart
 # Where trials are complete and nothing is eligible
-STOPPED_DRAWS = "every configuration has a draw that was stopped early"
+STOPPED_DRAWS = "every configuration has a run that was stopped early"
 _WINS = 4000  # simulated ends of a race
 _STDERR = "_stderr"
 
