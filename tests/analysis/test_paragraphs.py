@@ -264,8 +264,8 @@ def test_errors_are_said_to_be_those_of_items_or_of_items_and_draws(tmp_path: Pa
     notes = [note for note in note_sentences(all_tables(both)["optimal_configurations"]) if "standard error" in note]
     assert (
         [note.partition(":")[0] for note in notes] == ["alpha", "beta"]
-        and "draws" in notes[0]
-        and "each item" in notes[1]
+        and "questions and runs" in notes[0]
+        and "single questions" in notes[1]
     )
     rows = pd.DataFrame([("taylor", 16, 8, 0, 0.61), ("taylor", 16, 8, 1, 0.65), ("taylor", 32, 8, 0, 0.5)])
     rows.columns = ["method", "seq_len", "num_samples", "seed", "acc_mean"]
