@@ -44,9 +44,19 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert err == ""
     assert "read         alpha: 18 trials (17 complete, 1 failed)" in out
     assert out.count("taylor-s16-n128: failed: out of memory") == 2
-    score = r"\.\d{4} ± \.\d{4}"  # accuracy, and cross-fitted behind retained and perplexity
-    decisions = rf"^  (alpha|beta) +\w+-s\d+-n\d+ +{score} +[\d.]+% +[\d.]+ +{score} +\d+ of 16$"
-    assert re.findall(decisions, out, re.MULTILINE) == ["alpha", "beta"]
+    score = r"\.\d{4} ± \.\d{4}"
+    close = r"\d+ of 16 others (?:is|are) too close to call|clearly better than all 16 others"
+    said, config = out.partition("\nkeep ")[0], output / "best_alpha_20" / "best_config.json"
+    decisions = rf"(alpha|beta): [^;]*\(\w+-s\d+-n\d+\): accuracy {score}, [\d.]+% of the original's; (?:{close}) "
+    assert re.findall(decisions, " ".join(said.split())) == ["alpha", "beta"] and said.startswith(
+        "best         alpha: "
+    )
+    assert re.search(rf"quote {score} for alpha and {score} for beta in a paper", " ".join(said.split()))
+    assert out[len(said) :].splitlines()[1:4] == [
+        f"keep         tune-prune prune --config {config} --output alpha-pruned",
+        "             for beta the same with the best_config.json of each",
+        f"wrote        {output}/report.html, to be opened in a browser",
+    ]
     assert "warning      alpha, beta: Each configuration was run once" in out
     assert out.splitlines()[-1].startswith("took         ")
     names = {path.name for path in output.iterdir()}
@@ -62,7 +72,8 @@ def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_w
     code = "from tune_prune.analysis.command import main\nassert main(sys.argv[1:]) == 0\n"
     path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
     out = run_without(HEAVY, code, "--csv", f"Llama={path}", "--output", str(tmp_path), "--lang", "zh")
-    assert re.search(r"Llama +blockwise-s64-n128 +\.5980 ± \.0048 +13\.17 +11 of 44\n", out)
+    best = "best Llama: blockwise on 128 samples of 64 tokens (blockwise-s64-n128): accuracy .5980 ± .0048; 11 of 44 others are"
+    assert " ".join(out.split()).startswith(f"{best} too close to call wrote ")
     assert "the best's accuracy cannot be cross-fitted" in out
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert "准确率" in (tmp_path / "final_analysis_report.txt").read_text(encoding="utf-8")
@@ -137,7 +148,10 @@ def test_a_baseline_and_percent(
     shown |= {name: (output / "tables" / f"methods.{name}").read_text() for name in ("tex", "md")} | {"screen": out}
     for name, text in shown.items():
         assert ("59.80" in text) == (written == "0.7") and (".5980" in text) == (written != "0.7"), name
-    assert "85.4%" in out and ".5980" in (output / "tables" / "methods.csv").read_text()
+    assert (
+        "85.4% of the original's" in " ".join(out.split())
+        and ".5980" in (output / "tables" / "methods.csv").read_text()
+    )
     assert "-.7972" in shown["final_analysis_report.txt"]  # a coefficient is no accuracy
 
 
@@ -153,7 +167,7 @@ def test_the_last_lines_save_what_the_rule_has_chosen(
     (line,) = re.findall(r"^keep +tune-prune prune (.*)$", capsys.readouterr().out, re.MULTILINE)
     best = output / "best_alpha_20" / "best_config.json"
     assert line == f"--config {best} --output alpha-pruned"
-    assert (output / "report.html").read_text().count(f"<code>tune-prune prune {line}</code>") == 1
+    assert (output / "report.html").read_text().count(f"<code>tune-prune prune {line}</code>") == 2
     request = from_config(str(best), None, base="tiny-llama")
     assert request.config.name == findings.find(read_study([folder], []), "perplexity").models["alpha"].best["name"]
 
@@ -217,7 +231,7 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
     models = found.study.models.values()
     distinct = {(problem.where, problem.what) for model in models for problem in model.problems}
     assert f"and {len(distinct) - 10} more" in text
-    assert "warning      No complete configuration, so not here: gamma." in text
+    assert "warning      No complete configuration, so not here: gamma. Run the search again" in text
 
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:

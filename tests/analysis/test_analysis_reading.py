@@ -257,8 +257,8 @@ def test_what_several_versions_have_measured_is_said(tmp_path: Path) -> None:
     told = {"torch_version": "2.13.0", "transformers_version": "5.23.0"}
     (folder / "baseline.json").write_text(to_json({"tiny": dense | told}))
     assert said(only(folder), "note") == [
-        " | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: the dense model, 1 trial"),
-        " | " + said_of.format("transformers", "5.22.0: 1 trial; 5.23.0: the dense model"),
+        " | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: the original model, 1 trial"),
+        " | " + said_of.format("transformers", "5.22.0: 1 trial; 5.23.0: the original model"),
     ]
     write_table(tmp_path / "table", [one, two])  # a results file tells them, too
     assert said(only(tmp_path / "table"), "note") == [

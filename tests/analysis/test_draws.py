@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,10 @@ from tune_prune.analysis.export import views
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
+from tune_prune.analysis.render.markdown_csv import markdown_table
 from tune_prune.analysis.render.messages import cell_text, format_message
+from tune_prune.analysis.render.page import render
+from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics import differences
 from tune_prune.analysis.statistics import draws as of_draws
@@ -78,6 +82,34 @@ def test_a_configuration_is_the_mean_of_its_draws(found: ModelFindings) -> None:
         assert row["ppl"] == pytest.approx(math.prod(own["ppl"]) ** (1 / count))
         assert row["params_count"] == 80_000 and pd.isna(row["seed"]) and row["key"] == own["key"].iloc[0]
     assert set(found.eligible["draws"]) == {1, 2, 3}
+
+
+def test_one_perplexity_for_several_runs_wherever_it_stands(tmp_path: Path) -> None:
+    """20, 50 and 125 are 50, as 50^3 is their product: not 65, their arithmetic mean, nor any of them."""
+    best = "blockwise-s64-n512"
+    study = read_study([simulated_study(tmp_path, models=("alpha",), items=30, draws=SEVERAL)], [])
+    rows = study.models["alpha"].rows
+    own = rows.index[(rows["name"] == best) | rows["name"].str.startswith(f"{best}-r")]
+    rows["ppl"], rows["extreme_pruning_layers"] = 300.0, 0.0
+    rows.loc[own, ["ppl", "extreme_pruning_layers"]] = [[20.0, 1.0], [50.0, 1.0], [125.0, 1.0]]
+    findings = find(study, "perplexity")
+    found = findings.models["alpha"]
+    assert found.best["name"] == best and found.best["ppl"] == pytest.approx(50, rel=1e-12)
+    tables = all_tables(findings)
+    texts = {
+        "screen": final_table(findings),
+        "report": report(findings),
+        "page": re.sub(r'data-sort="[^"]*"', "", render(findings, [])),
+        "paragraphs": paragraphs(findings)[0],
+        **{key: markdown_table(tables[key]) for key in ("optimal_configurations", "selection_rules", "extreme_layers")},
+    }
+    for name, text in texts.items():
+        assert re.search(r"\b50\.00\b", text) and not re.search(r"\b65\.00\b", text), name
+    # Of several configurations, too
+    rows.loc[rows.index.difference(own), "extreme_pruning_layers"] = 1.0
+    (row,) = all_tables(find(study))["extreme_layers"].rows
+    others = len(found.eligible) - 1
+    assert row["ppl"] == pytest.approx((50 * 300**others) ** (1 / (others + 1)))
 
 
 def test_errors_are_those_of_items_and_draws(found: ModelFindings) -> None:
@@ -207,7 +239,7 @@ def test_a_winner_of_one_draw_is_called_so(tmp_path: Path) -> None:
     assert leads.values["points"] == pytest.approx(100 * math.sqrt(between.mean_square))  # what a draw moves
     few = next(message for message in found.warnings if message.kind == "few_draws")
     assert few.values["points"] == pytest.approx(100 * math.sqrt(between.variance)) and between.interaction > 0
-    assert "beyond their items" in format_message(few)
+    assert "beyond the questions" in format_message(few)
 
 
 def test_a_method_that_reads_no_seed_has_no_draws(study, found: ModelFindings) -> None:
@@ -258,9 +290,9 @@ def test_where_every_configuration_has_a_stopped_draw_it_is_said_so(study) -> No
     rows = model.rows[[name.startswith(tuple(SEVERAL)) for name in model.rows["name"]]].copy()
     rows.loc[rows["name"].str.endswith("-r1"), ["status", "success"]] = ["stopped_early", False]
     changed = replace(study, models={"alpha": replace(model, rows=rows)})
-    assert "every configuration has a draw that was stopped early, so" in why_nothing(changed)
+    assert "every configuration has a run that was stopped early, so" in why_nothing(changed)
     table = final_table(find(changed))
-    assert "every configuration has a draw that was stopped early" in table and "no complete trial" not in table
+    assert "every configuration has a run that was stopped early" in table and "no complete trial" not in table
 
 
 def test_cross_fitting_leaves_the_draw_out() -> None:

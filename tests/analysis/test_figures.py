@@ -152,7 +152,7 @@ def test_heatmap_shows_every_accuracy_the_best_and_what_is_missing(simulated: Fi
         best = {place for name, place in places.items() if name == model.best["name"]}
         tied = {place for name, place in places.items() if name != LOST and rows["in_confidence_set"][name]}
         assert cells(axes, 2.0).keys() == best and cells(axes, 0.8).keys() == tied - best
-    assert legend(figure) == ["best", "tied with the highest (95%)", "no complete trial (1)"]
+    assert legend(figure) == ["best", "too close to call (95%)", "no complete trial (1)"]
 
 
 def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of_the_levels() -> None:
@@ -215,10 +215,10 @@ def test_bands_of_accuracy_against_size_go_over_the_draws_of_the_best() -> None:
         return legend(figure), sorted(corners)
 
     words, corners = band(findings_of(pruned(0.1, [0.60, 0.64, 0.65]), pruned(0.3, [0.5])))
-    assert "lowest to highest draw" in words
+    assert "lowest to highest run" in words
     assert corners == [(70, 0.5), (90, 0.6), (90, 0.65), (100, 0.7)]
     words, corners = band(findings_of(pruned(0.1, [0.63]), pruned(0.3, [0.5])))
-    assert "lowest to highest draw" not in words
+    assert "lowest to highest run" not in words
     assert corners == [(70, 0.5), (90, 0.63), (100, 0.7)]
 
 
@@ -296,14 +296,14 @@ def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(
     (ring,) = [line for line in axes.get_lines() if line.get_markersize() == 8]
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (model.best["ppl"], model.best["acc_mean"])
     assert points(axes, "*") == {(15.0, model.model.baseline["acc_mean"])}
-    assert "dense model" in legend(figure)
+    assert "original model" in legend(figure)
     hollow = sum(len(line.get_xdata()) for line in axes.get_lines() if line.get_markerfacecolor() == "white")
     assert hollow == (~model.eligible["in_confidence_set"]).sum() > 0
 
 
 def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelFindings) -> None:
     first, second = figures.accuracy_cost({"alpha": simulated.models["alpha"], "Llama": llama}).axes
-    assert (first.get_xlabel(), second.get_xlabel()) == ("Trial time (s)", "Calibration tokens")
+    assert (first.get_xlabel(), second.get_xlabel()) == ("Seconds of a trial on its machine", "Calibration tokens")
     rows = llama.eligible[llama.eligible["method"] == "taylor"]
     tokens = rows["seq_len"] * rows["num_samples"]
     assert points(second, "o") == set(zip(tokens, rows["acc_mean"], strict=True))

@@ -19,7 +19,7 @@ from tune_prune.analysis.render.page import render
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.differences import difference
-from tune_prune.analysis.statistics.findings import RULES, Findings, ModelFindings, find
+from tune_prune.analysis.statistics.findings import RULES, Findings, Message, ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.core.errors import UserError
 
@@ -50,7 +50,7 @@ def test_published_best_comes_with_those_within_noise() -> None:
     noise = next(message for message in model.warnings if message.kind == "within_noise")
     assert [noise.values["best"], *noise.values["others"]] == alike
     assert noise.values["points"] == pytest.approx(100 * (0.5980432152155284 - model.eligible["acc_mean"].iloc[1]))
-    assert kinds(model) == {"dense_unknown", "edge_lower", "within_noise", "ppl_disagrees", "no_items", "seeds_one"}
+    assert kinds(model) == {"dense_unknown", "edges", "within_noise", "ppl_disagrees", "no_items", "seeds_one"}
     assert model.statistics["task_evaluations"] == 45 * 7
     assert [round(model.statistics[name], 4) for name in ("max", "min", "mean")] == [0.5980, 0.4342, 0.5519]
     assert model.tasks["items"].drop("mean").sum() == model.tasks.loc["mean", "items"] == 20465
@@ -190,8 +190,11 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     changed = replace(alpha, rows=rows, baseline=at_chance)
     model = find(Study({"alpha": changed})).models["alpha"]
     said = {message.kind: message.values for message in model.warnings}
-    assert said.keys() == {"dense_at_chance", "edge_upper", "rank_disagrees", "no_items", "seeds_one"}
-    assert said["edge_upper"] == {"factor": "num_samples", "value": 512}
+    assert said.keys() == {"dense_at_chance", "edges", "rank_disagrees", "no_items", "seeds_one"}
+    assert said["edges"] == {
+        "edges": [Message("edge_upper", {"factor": "num_samples", "value": 512})],
+        "space": ["num_samples: [512, 1024]"],
+    }
     assert said["rank_disagrees"] == {"by_mean": "taylor", "by_max": "blockwise"}
     blind = replace(changed, rows=rows.assign(acc_mean_stderr=math.nan, ppl=math.nan))
     model = find(Study({"alpha": blind})).models["alpha"]
@@ -254,10 +257,10 @@ def test_what_was_not_compared_is_neither_tied_nor_ruled_out(
     assert noise == ([tied[1:]] if tied[1:] else [])
     assert sentences in " ".join(paragraphs(findings)[0].split())
     page, text = (" ".join(made.split()) for made in (render(findings, []), report(findings)))
-    assert ("<strong>1 other of 3</strong> is statistically tied with it" in page) == (share is not None)
+    assert ("<strong>1 of 2 others is too close to call</strong> (95%" in page) == (share is not None)
     assert ("Standard errors are missing, so it is open" in page) == (share is None)
     assert "</span>others <span" in page and "</span>less accurate" not in page
-    assert ("1 of the other 2 with taylor-s32-n128, the most accurate" in text) == (share is not None)
+    assert ("1 of 2 others with taylor-s32-n128, the most accurate" in text) == (share is not None)
     assert ("not known: standard errors are missing" in text) == (share is None)
 
 

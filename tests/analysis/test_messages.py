@@ -87,13 +87,21 @@ def test_sentences_as_they_read() -> None:
         "grad_norm_ratio is not computable: it is not a finite number in 3 of the rows."
     )
     assert said("selection_bias", "zh", naive=0.598, corrected=0.5951).count(".59") == 2
-    assert "seq_len, 256, is the largest" in said("edge_upper", factor="seq_len", value=256)
+    largest = Message("edge_upper", {"factor": "seq_len", "value": 256})
+    smallest = Message("edge_lower", {"factor": "num_samples", "value": 8})
+    space = ["seq_len: [256, 512]", "num_samples: [4, 8]"]
+    assert said("edges", edges=[largest, smallest], space=space) == (
+        "The range may be too small: the best seq_len, 256, is the largest tried and the best num_samples, 8, is the smallest "
+        "tried. Search again with seq_len: [256, 512] and num_samples: [4, 8] in the search space."
+    )
+    assert "最优的 seq_len（256）" in said("edges", "zh", edges=[largest], space=space[:1])
     ranks = said("rank_disagrees", by_mean="taylor", by_max="blockwise")
     assert ranks.startswith(
         "taylor has the highest mean accuracy, but the most accurate configuration is one of blockwise"
     )
-    assert said("within_noise", best="x", others=["a", "b"], points=0.123).endswith(
-        "next is 0.12 points behind, which is within noise."
+    assert said("within_noise", best="x", others=["a", "b"], points=0.123) == (
+        "x and a and b are too close to call: the next is 0.12 points behind. Take the cheapest of them with --rule "
+        "one-standard-error."
     )
 
 

@@ -168,7 +168,8 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
         chips = card.split('class="chips">')
         named = {name for part in chips[1:] for name in re.findall(r"<code>([^<]*)</code>", part.split("</p>")[0])}
         assert inside <= named, label
-        assert (f"{len(inside)} other" if inside else "None of the other") in text
+        others = f"{found.compared} others"
+        assert (f"{len(inside)} of {others}" if inside else f"Clearly better than all {others}") in text
     said = {text.strip() for text in parsed.texts["li"]}
     warnings = [warning for found in findings.models.values() for warning in found.warnings]
     texts = {messages.format_message(warning) for warning in warnings if warning.kind != "within_noise"}
@@ -192,10 +193,9 @@ def test_a_mean_over_draws_is_run_again_on_all_of_them_and_the_page_says_how_to_
     }
     found = simulated_findings(tmp_path, models=("alpha",), items=20, draws=names)
     line = "tune-prune prune --config out/best_alpha_20/best_config.json --output alpha-pruned"
-    again, kept = (
-        text for text in Page(page.render(found, [], {"alpha": line})).texts["code"] if "tune-prune " in text
-    )
-    assert "'seeds: [0, 1, 2]'" in again and kept == line
+    codes = [text for text in Page(page.render(found, [], {"alpha": line})).texts["code"] if "tune-prune " in text]
+    kept, again, once_more = codes
+    assert "'seeds: [0, 1, 2]'" in again and kept == once_more == line  # on the card, too
 
 
 def test_published_results_need_no_experiment() -> None:

@@ -228,6 +228,18 @@ def test_a_handful_of_configurations_makes_no_correlation_and_the_control_none_a
     assert "fewer than 10 configurations beside the random control" in text
 
 
+def test_a_grid_of_a_few_configurations_has_no_shares_of_variance(tmp_path: Path) -> None:
+    levels = {"taylor": 0.5, "layerwise": 0.45, "blockwise": 0.4}
+    for lengths, told in (((16, 32), False), ((16, 32, 64, 128), True)):
+
+        def accuracy(method: str, seq_len: int, samples: int, lengths: tuple[int, ...] = lengths) -> float:
+            return levels[method] + seq_len / 5000 if samples == 128 and seq_len in lengths else math.nan
+
+        findings = from_csv(tmp_path, {"M": accuracy})
+        assert findings.models["M"].importance_basis == "anova"
+        assert ("Of the variance of accuracy" in paragraphs(findings)[0]) == told
+
+
 def test_one_that_is_ruled_out_is_spoken_of_as_one(tmp_path: Path) -> None:
     level = {("taylor", 16, 128): 0.9, ("layerwise", 16, 128): 0.9, ("blockwise", 16, 128): 0.4}
     text = paragraphs(from_csv(tmp_path, {"M": lambda *key: level.get(key, math.nan)}))[0]
@@ -245,15 +257,15 @@ def test_errors_are_said_to_be_those_of_items_or_of_items_and_draws(tmp_path: Pa
     for found, over_draws in ((several, True), (once, False)):
         for text in (final_table(found), report(found), markdown_table(all_tables(found)["optimal_configurations"])):
             text = " ".join(text.split())
-            assert ("standard error over items and draws" in text) == over_draws
-            assert ("standard error, from the outcome of each item" in text) != over_draws
-        assert ("from how far draws lie apart" in paragraphs(found)[0]) == over_draws
+            assert ("standard error over questions and runs" in text) == over_draws
+            assert ("standard error, from the answers to single questions" in text) != over_draws
+        assert ("from how far runs lie apart" in paragraphs(found)[0]) == over_draws
     both = find(Study({**several.study.models, **once.study.models}))
     notes = [note for note in note_sentences(all_tables(both)["optimal_configurations"]) if "standard error" in note]
     assert (
         [note.partition(":")[0] for note in notes] == ["alpha", "beta"]
-        and "draws" in notes[0]
-        and "each item" in notes[1]
+        and "questions and runs" in notes[0]
+        and "single questions" in notes[1]
     )
     rows = pd.DataFrame([("taylor", 16, 8, 0, 0.61), ("taylor", 16, 8, 1, 0.65), ("taylor", 32, 8, 0, 0.5)])
     rows.columns = ["method", "seq_len", "num_samples", "seed", "acc_mean"]
@@ -262,7 +274,7 @@ def test_errors_are_said_to_be_those_of_items_or_of_items_and_draws(tmp_path: Pa
         rows = pd.read_csv(tmp_path / "r.csv")[:count].assign(pruning_ratio=0.2)
         rows.to_csv(tmp_path / "some.csv", index=False)
         text = " ".join(paragraphs(find(read_study([], [("M", tmp_path / "some.csv")])))[0].split())
-        assert "Standard errors are binomial" in text and ("from how far draws lie apart" in text) == over_draws
+        assert "Standard errors are binomial" in text and ("from how far runs lie apart" in text) == over_draws
 
 
 def test_one_trial_is_spoken_of_as_one(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_the_first_screen_has_the_decision_and_all_that_cannot_be_told_from_it(p
     assert "Accuracy .5980 ± .0048 as measured" in screen and "Perplexity 13.17" in screen
     close = found.eligible.iloc[1:].loc[lambda rows: rows["in_confidence_set"].to_numpy(), "name"]
     assert len(close) > 2
-    assert f"{len(close)} of the other 44 with {found.best['name']}, the most accurate (95%" in screen
+    assert f"{len(close)} of 44 others with {found.best['name']}, the most accurate (95%" in screen
     assert all(name in screen.partition("Warnings")[0] for name in close)
     assert "Cross-fitted not known" in screen  # there are no items
     assert all(format_message(warning) in screen for warning in found.warnings)

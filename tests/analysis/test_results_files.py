@@ -98,7 +98,7 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
         f"line 3 of {path} | taylor-s32-n128 again, as in line 6 of {path}, which is used",
         f"line 5 of {path} | taylor-s16-n128 again, as in line 2 of {path}, which is used",
     ]
-    assert said(model, "not_finite") == [f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it is not eligible"]
+    assert said(model, "not_finite") == [f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it is not compared"]
     assert len(columns.ranked(model.rows)) == 3
 
 
@@ -346,4 +346,4 @@ def test_where_another_rule_chooses_the_page_counts_those_tied_with_the_most_acc
     found = find(study, "perplexity")
     assert found.models["M"].tied == ["taylor-s64-n128"] and found.models["M"].best["name"] != "taylor-s64-n128"
     page = " ".join(render(found, []).split())
-    assert "<strong>None of the other 35</strong> is statistically tied with the most accurate, taylor-s64-n128" in page
+    assert "<strong>None of 35 others is too close to call</strong> with the most accurate, taylor-s64-n128" in page

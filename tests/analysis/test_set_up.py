@@ -42,7 +42,7 @@ def test_models_that_were_measured_otherwise_do_not_stand_side_by_side(tmp_path:
     assert [labels for _, labels in findings.protocols] == [["alpha"], ["beta"]]
     for label, items in [("alpha", 40), ("beta", 20)]:
         assert re.search(
-            rf"Accuracy of {label} is the unweighted mean over 7 .*piqa[^,]*\(acc_norm, {items} items\)", text
+            rf"Accuracy of {label} is the unweighted mean over 7 .*piqa[^,]*\(acc_norm, {items} questions\)", text
         )
     assert "do not stand side by side" in text and "best single configuration for all" not in text
     alike = paragraphs(simulated_findings(tmp_path / "alike", items=20))[0]
@@ -103,7 +103,7 @@ def test_a_choice_by_text_needs_no_correction(tmp_path: Path) -> None:
     for rule, corrected in [("perplexity", False), ("accuracy", True)]:
         text = paragraphs(find(read_study([folder], []), rule))[0]
         assert (f"Chosen by the rule {rule} on one part" in text) is corrected
-        assert (f"No outcome of an item has a part in the choice by {rule}" in text) is not corrected
+        assert (f"No answer to a question has a part in the choice by {rule}" in text) is not corrected
 
 
 def test_coefficients_stay_what_they_are_in_percent(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_none_within_is_said_with_the_nearest(folder: Path) -> None:
     study = read_study([folder], [])
     only = type(study)({"alpha": study.models["alpha@0.3"]})
     with pytest.raises(
-        UserError, match=r"no configuration of alpha is within 1 points of the dense model: the nearest, "
+        UserError, match=r"no configuration of alpha is within 1 points of the original model: the nearest, "
     ) as told:
         find(only, "smallest", within=1)
     (name, ratio, points) = re.findall(
@@ -112,7 +112,7 @@ def test_without_a_dense_model_nothing_is_within(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
     path.write_text("method,seq_len,num_samples,acc_mean,success\ntaylor,16,8,.5,True\n")
     with pytest.raises(
-        UserError, match="needs the dense model's accuracy, which is not known of M; give --baseline M=ACCURACY"
+        UserError, match="needs the original model's accuracy, which is not known of M; give --baseline M=ACCURACY"
     ):
         find(read_study([], [("M", path)]), "smallest")
     path.write_text(
@@ -138,7 +138,7 @@ def test_a_dense_model_that_is_missing_is_given_under_the_name_that_is_said(tmp_
         (model,) = (one.model for one in found.smallest.values())
         assert model.baseline == {"acc_mean": 0.51}
         assert [one.what for one in model.problems if one.where == "--baseline"] == [
-            "the dense model's accuracy is 51%, as given"  # the same for who reads fractions and who reads percent
+            "the original model's accuracy is 51%, as given"  # the same for who reads fractions and who reads percent
         ]
 
 
@@ -151,7 +151,8 @@ def test_it_is_on_the_screen_in_the_reports_and_in_the_exported_configuration(
     out = capsys.readouterr().out
     assert re.search(r"alpha@0\.3 +\S+-s16-n\d+ +70\.0% +\.\d+ ± \.\d+ +-\d+\.\d\d ± \d\.\d\d\* +yes \(95%\)\n", out)
     assert (
-        "Chosen by the rule smallest: fewest parameters of those within 20 points of the dense model's accuracy." in out
+        "chosen by --rule smallest: fewest parameters of those within 20 points of the original model's accuracy "
+        in " ".join(out.split())
     )
     for name in ("report.html", "final_analysis_report.txt", "tables/smallest.md"):
         assert "yes (95%)" in (tmp_path / name).read_text(), name

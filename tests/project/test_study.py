@@ -119,7 +119,7 @@ def test_contenders_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         (["--contenders", "taylor-s256-n129"], 0, "none of the 45 configurations of paper_grid; did you mean"),
         (["--contenders", "taylor-s16-n128"], 1, "taylor-s16-n128 has no complete trial in"),
-        (["--rule", "kl"], 1, "--rule kl needs a finite KL to the dense model, which no trial of the study has"),
+        (["--rule", "kl"], 1, "--rule kl needs a finite KL to the original model, which no trial of the study has"),
     ],
 )
 def test_what_a_study_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags, ran, said) -> None:

@@ -41,6 +41,7 @@ RULES = (
 )  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
+_IN_DECISION = ("within_noise", "selection_bias")  # warnings that the first lines say
 _STEPS = 6  # imports, reading, statistics, layout, figures, tables and reports
 _OF_REPORT = ("rule", "within", "percent", "lang", "seed", "output")  # flags of what --export-study does not write
 _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
@@ -208,6 +209,7 @@ def _main(argv: list[str]) -> None:
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     check_output(output)
+    from tune_prune.analysis.decision import decision
     from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.render.messages import accuracies_in_percent
     from tune_prune.analysis.statistics.findings import find
@@ -230,22 +232,25 @@ def _main(argv: list[str]) -> None:
     counts = Counter(path.relative_to(output).parts[0] for path in files)
     others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
     with accuracies_in_percent(args.percent):
-        description = describe(findings)
-    say(f"{description}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
-    for line in _to_keep(files).values():
-        say(f"keep         {line}")
+        say(decision(findings, _to_keep(files)))
+        page, *reports = _REPORTS
+        say(f"wrote        {output / page}, to be opened in a browser")
+        say(f"             beside it {', '.join([*reports, *others])}\n")
+        say(describe(findings))
     steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
     say(f"took         {time.monotonic() - started:.1f} s ({steps})")
 
 
 def _to_keep(files: list[Path]) -> dict[str, str]:
     """By model the command that saves the configuration that the rule has chosen, where it is known what was searched."""
+    from tune_prune.analysis.verdict import folder_name
+
     lines = {}
     for path in (path for path in files if path.name == BEST_OF_MODEL):
         entry = parse_json(path)
         if entry["source"] is not None and entry["selection"].get("smallest_of_all_ratios", True):
-            output = f"{entry['model'].replace('/', '-')}-pruned"
-            lines[entry["model"]] = shlex.join(["tune-prune", "prune", "--config", str(path), "--output", output])
+            kept = ["--config", str(path), "--output", folder_name(entry["model"])]
+            lines[entry["model"]] = shlex.join(["tune-prune", "prune", *kept])
     return lines
 
 
@@ -321,11 +326,10 @@ def why_nothing(study: Study) -> str:
 
 
 def describe(findings: Findings) -> str:
-    """What a person reads on the screen: what was read, what is wrong with it, what was decided and what to beware of."""
+    """The rest of the screen: what was read, what is wrong with it, and what to beware of."""
     from tune_prune.analysis.input.message import Message
     from tune_prune.analysis.render.messages import format_message, note_sentences, one_line
     from tune_prune.analysis.render.text import text_table
-    from tune_prune.analysis.tables.configurations import best_configurations
     from tune_prune.analysis.tables.sizes import smallest
     from tune_prune.analysis.tables.trial_tables import counts
 
@@ -342,15 +346,12 @@ def describe(findings: Findings) -> str:
         lines.append(f"             and {len(problems) - _SHOWN_PROBLEMS} more, all in report.html")
     if (near := smallest(findings)) is not None:
         sizes = near.pick("model", "config", "kept", "acc_mean", "difference", "within")
-        lines += ["", sizes.title, text_table(sizes), *note_sentences(sizes, best="*")]
-    best = best_configurations(findings).pick(
-        "model", "name", "acc_mean", "retained", "ppl", "cross_fitted", "share_of_runs"
-    )
-    lines += ["", best.title, text_table(best), *note_sentences(best), ""]
+        lines += ["", sizes.title, text_table(sizes), *note_sentences(sizes, best="*"), ""]
     warnings: dict[str, list[str]] = {}
     for label, found in findings.models.items():
         for warning in found.warnings:
-            warnings.setdefault(format_message(warning), []).append(label)
+            if warning.kind not in _IN_DECISION:
+                warnings.setdefault(format_message(warning), []).append(label)
     lines += [f"warning      {', '.join(labels)}: {text}" for text, labels in warnings.items()]
     if findings.without:
         lines.append(f"warning      {format_message(Message('note_without', {'names': findings.without}))}")

@@ -133,7 +133,7 @@ def ppl_accuracy(models: Mapping[str, ModelFindings]) -> Figure:
         _scatter(axes, model, model.eligible["ppl"], _styles(models))
         dense = [model.model.baseline.get(name, math.nan) for name in ("ppl", "acc_mean")]
         if all(map(math.isfinite, dense)):
-            axes.plot(*dense, **_DENSE, color=BLACK, label="dense model")
+            axes.plot(*dense, **_DENSE, color=BLACK, label="original model")
         figure_style.spread_axis(axes.xaxis)
     return figure_style.with_legend(figure)
 
@@ -149,7 +149,7 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
         highest = model.eligible["acc_mean"].groupby(cost).max().cummax()
         line: dict[str, Any] = {"drawstyle": "steps-post", "color": GREY, "linewidth": 0.8, "zorder": 1}
         axes.plot(highest.index, highest, **line, label="best at this cost")
-        axes.set_xlabel("Trial time (s)" if timed else "Calibration tokens")
+        axes.set_xlabel("Seconds of a trial on its machine" if timed else "Calibration tokens")
         figure_style.spread_axis(axes.xaxis)
     return figure_style.with_legend(figure)
 
@@ -169,9 +169,9 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
         axes.fill_between(values[0], *of_draws, color=style["color"], alpha=0.18, linewidth=0)
         axes.plot(100 * dense["kept"], dense["acc_mean"], color=style["color"], **_DENSE)
     if (sizes["ratio"] == 0).any():
-        axes.plot([], [], color=BLACK, label="dense model", **_DENSE)
+        axes.plot([], [], color=BLACK, label="original model", **_DENSE)
     if (sizes["acc_lowest"] < sizes["acc_highest"]).any():
-        axes.plot([], [], color=GREY, alpha=0.25, linewidth=5, label="lowest to highest draw")
+        axes.plot([], [], color=GREY, alpha=0.25, linewidth=5, label="lowest to highest run")
     axes.set(xlabel="Parameters kept (%)", ylabel=figure_style.fractions(ACCURACY, axes))
     return figure_style.with_legend(figure)
 
@@ -184,7 +184,7 @@ def pareto(speeds: pd.DataFrame) -> Figure:
     figure, grid = figure_style.panels(4 * len(names), 2.0, wide=True, sharey="row")
     styles = figure_style.styles(set(speeds["method"]) - {"dense"})
     costs = {"kept": (100, "Parameters (%)"), "kv_kept": (100, "KV bytes/token (%)")}
-    costs |= {"prefill": (1, "Prefill (x dense)"), "decode": (1, "Decode (x dense)")}
+    costs |= {"prefill": (1, "Prefill (x original)"), "decode": (1, "Decode (x original)")}
     for number, axes in enumerate(grid):
         rows = speeds[speeds["series"] == names[number // 4]]
         cost, (scale, label) = list(costs.items())[number % 4]
@@ -204,7 +204,7 @@ def pareto(speeds: pd.DataFrame) -> Figure:
                 axes.plot(x[own], y[own], linestyle="none", label=None if face else method, **style, **face)
         best = pruned["best"].astype("bool")
         axes.plot(x[best], y[best], **_RING, color=BLACK, zorder=4, label="best")
-        axes.plot(scale * dense[cost], dense["acc_mean"], **_DENSE, color=BLACK, zorder=4, label="dense model")
+        axes.plot(scale * dense[cost], dense["acc_mean"], **_DENSE, color=BLACK, zorder=4, label="original model")
         if not optimal.all():
             hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": GREY}
             axes.plot([], [], linestyle="none", marker="o", **hollow, label="not Pareto-optimal")

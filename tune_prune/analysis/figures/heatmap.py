@@ -77,7 +77,7 @@ def heatmap(model: ModelFindings) -> Figure:
     bar.solids.set(edgecolor="face", rasterized=False)  # type: ignore[union-attr]
     keys = [Patch(facecolor="none", label="best", **_BEST)]
     if len(tied) > 1:
-        keys.append(Patch(facecolor="none", label="tied with the highest (95%)", **_TIED))
+        keys.append(Patch(facecolor="none", label="too close to call (95%)", **_TIED))
     missing = sum(math.prod(size) if method in reading else 1 for method in names) - len(cells)
     if missing:
         keys.append(Patch(label=f"no complete trial ({missing})", **_MISSING))

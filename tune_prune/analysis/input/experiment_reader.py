@@ -84,7 +84,12 @@ def model_rows(
             measured = trial_key(None, meaning["model"], meaning["data"], run)
         problems = [*lost, *_missing(folder, own, about, entry)]
         if dense is None and open_store(folder).has(BASELINES):
-            problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
+            problems.append(
+                Problem(
+                    str(folder),
+                    f"{BASELINES} has no original model, so accuracy retained is unknown: run the search again to measure it",
+                )
+            )
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
         by = {} if dense is None else {name: getattr(dense, name) for name in VERSIONS}
         part = Model(
@@ -145,7 +150,12 @@ def _baselines(store: Store, about: Mapping[str, Any], lost: list[Problem]) -> d
         lost.append(_damaged(error))
         return {}
     if dense is None:
-        lost.append(Problem(str(path), "it is missing: what the dense model scores is unknown"))
+        lost.append(
+            Problem(
+                str(path),
+                "it is missing, so what the original model scores is unknown: run the search again to measure it",
+            )
+        )
     baselines = {}
     for label, values in (dense or {}).items():
         try:
@@ -185,7 +195,7 @@ def _missing(folder: Location, rows: pd.DataFrame, about: Mapping[str, Any], ent
     complete = rows[rows["success"]]
     alone = [row["where"] for _, row in complete.iterrows() if not open_store(row["output_dir"]).has(ITEMS)]
     if alone and len(alone) == len(complete):
-        what = "no trial has an items.parquet: configurations are compared by their standard errors, not item by item"
+        what = "no trial has an items.parquet: configurations are compared by their standard errors, not question by question"
         return [*problems, Problem(str(folder), what)]
-    what = "its items.parquet is missing: it is compared by its standard error, not item by item"
+    what = "its items.parquet is missing: it is compared by its standard error, not question by question"
     return [*problems, *(Problem(where, what) for where in alone)]

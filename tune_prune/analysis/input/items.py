@@ -84,7 +84,7 @@ def check_items(folder: str, recorded: float, measured: float) -> None:
     both = f"delete {record} to have that trial run again, or restore both from a copy"
     alone = "restore its items.parquet from a copy, or move it away"
     raise UserError(
-        f"the items of trial {trial} have acc_mean {measured:.6f}, but its record says {recorded:.6f}; "
+        f"the answers of trial {trial} in items.parquet have acc_mean {measured:.6f}, but its record says {recorded:.6f}; "
         f"{both if record.is_file() else alone}"
     )
 
@@ -143,5 +143,5 @@ def columns_of(output_dir: str, columns: list[str], optional: Sequence[str] = ()
             return file.read(wanted, use_threads=False).select(wanted)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}); restore it from a copy, or move it away to compare that trial without its items"
+            f"{path} cannot be read ({error}); restore it from a copy, or move it away to compare that trial by its standard error"
         ) from error

@@ -134,7 +134,9 @@ def _with_best_config(part: Model) -> Model:
         }
         source = validated(ModelRun, entry["source"]).to_dict() if entry.get("source") else None
     except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = Problem(str(path), f"it cannot be read ({error}): the dense model is unknown")
+        problem = Problem(
+            str(path), f"it cannot be read ({error}), so the original model is unknown: restore it from a copy"
+        )
         return replace(part, problems=(*part.problems, problem))
     window, text = entry.get("perplexity_window"), entry.get("perplexity_text")
     return replace(part, baseline=part.baseline or dense, source=source, window=window, text=text)
@@ -152,10 +154,12 @@ def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, flo
             model = models[label]
             if "acc_mean" in model.baseline:
                 raise UserError(
-                    f"--baseline {name}={accuracy:g} is for a dense model that was not measured, and that of {label} has an "
+                    f"--baseline {name}={accuracy:g} is for an original model that was not measured, and that of {label} has an "
                     f"accuracy of {model.baseline['acc_mean']:.4f}; leave it out"
                 )
-            given = Problem("--baseline", f"the dense model's accuracy is {100 * accuracy:g}%, as given", "note", label)
+            given = Problem(
+                "--baseline", f"the original model's accuracy is {100 * accuracy:g}%, as given", "note", label
+            )
             models[label] = replace(model, baseline={"acc_mean": accuracy}, problems=(*model.problems, given))
     return models
 
@@ -275,7 +279,7 @@ def _by_other_versions(rows: pd.DataFrame, dense: Mapping[str, str]) -> list[Pro
         trials = rows.loc[rows["success"], column].map(public).value_counts()
         shown = {version: f"{count} trial{'s' * (count > 1)}" for version, count in trials.items() if version}
         if version := public(dense.get(column, "")):
-            shown[version] = ", ".join(filter(None, ("the dense model", shown.get(version))))
+            shown[version] = ", ".join(filter(None, ("the original model", shown.get(version))))
         if len(shown) > 1:
             each = "; ".join(f"{version}: {what}" for version, what in sorted(shown.items()))
             name = column.removesuffix("_version")
@@ -322,6 +326,6 @@ def _of_rows(rows: pd.DataFrame, source: Mapping[str, Any] | None) -> list[Probl
             continue
         wrong = values.loc[index][~finite.loc[index]]
         what = ", ".join(f"{name} is {value}" for name, value in wrong.items())
-        out = ": it is not eligible" if "acc_mean" in wrong else ""
+        out = ": it is not compared" if "acc_mean" in wrong else ""
         problems.append(Problem(row["where"], f"{row['name']}: {what}{out}", "not_finite"))
     return problems

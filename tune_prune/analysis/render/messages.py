@@ -29,6 +29,8 @@ MISSING = "–"
 CATALOGUE = tomllib.loads((Path(__file__).parent / "templates" / "messages.toml").read_text(encoding="utf-8"))
 TRANSLATIONS = {"en": {}} | CATALOGUE.pop("translations")
 _LISTED = 4  # names of a list that a sentence spells out
+_ROWS = ("method", "name", "config", "setting", "kind")
+_WORDS = {"dense": "original", "refit": "repair"}
 _IN_PERCENT: ContextVar[bool] = ContextVar("accuracies in percent", default=False)
 _ACCURACIES = ("acc", "acc3")
 _FORMS = {
@@ -106,7 +108,7 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     if isinstance(value, Message):
         return format_message(value, language)
     if missing(value) or not column.format:
-        return MISSING if column.format else "" if missing(value) else _text(column.key, str(value))
+        return MISSING if column.format else "" if missing(value) else _text(column.key, str(value), language)
     form = row.get("_format", column.format)
     if column.upper:
         return f"[{printed(value, form)}, {printed(row[column.upper], form)}]"
@@ -116,8 +118,11 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     return text + "†" * column.at_chance(row) + "‡" * column.of_one_draw(row)
 
 
-def _text(key: str, value: str) -> str:
-    """A text of a row; of a hyperparameter as it stands in names: a calibration text by its file's name."""
+def _text(key: str, value: str, language: str) -> str:
+    """A text of a row; of a hyperparameter as it stands in names: a calibration text by its file's name. Of some rows that are
+    no configuration files keep an older word (_WORDS)."""
+    if key in _ROWS and value in _WORDS:
+        return label(_WORDS[value], language)
     return HYPERPARAMETERS[key].kind.short(value) if value and key in HYPERPARAMETERS else value
 
 
@@ -150,7 +155,8 @@ class _Sentence(string.Formatter):
         if isinstance(value, Message):
             return format_message(value, self.language)
         if format_spec.startswith("list"):
-            return names(value, self.language, int(format_spec.removeprefix("list") or _LISTED))
+            texts = [self.format_field(one, "") if isinstance(one, Message) else one for one in value]
+            return names(texts, self.language, int(format_spec.removeprefix("list") or _LISTED))
         if isinstance(value, (list, tuple)):
             return label(", ", self.language).join(self.format_field(item, "") for item in value)
         return value if isinstance(value, str) else printed(value, format_spec or "number")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis import rerun
+from tune_prune.analysis import decision, rerun
 from tune_prune.analysis.render import messages, templating
 from tune_prune.analysis.render.rank_plot import rank_plot
 from tune_prune.analysis.statistics.findings import Findings, Message
@@ -29,7 +29,7 @@ _CAPTIONS = {
     "seq_len": "Accuracy by seq_len",
     "num_samples": "Accuracy by num_samples",
     "ppl_accuracy": "Perplexity against accuracy",
-    "accuracy_cost": "Accuracy against cost",
+    "accuracy_cost": "Accuracy against cost; seconds are those of the machine that ran the trials, busy or not",
     "accuracy_size": "Accuracy of the best configurations against the parameters kept",
     "pareto": "Accuracy against size and speed",
     "removal_divisor": "Accuracy by removal divisor",
@@ -44,7 +44,7 @@ def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] 
     models = findings.study.models.values()
     statuses = pd.concat([model.states for model in models])
     counts = {word: (statuses == status).sum() for status, word in trial_tables.STATUS_WORDS.items()}
-    # The statistically tied stand on the cards by themselves; what holds for every one of several models stands there once.
+    # Those too close to call stand on the cards by themselves; what holds for every one of several models stands there once.
     warnings = {
         label: [messages.format_message(warning) for warning in found.warnings if warning.kind != "within_noise"]
         for label, found in findings.models.items()
@@ -56,6 +56,8 @@ def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] 
         script=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         findings=findings,
+        title=_title(list(findings.study.models)),
+        close_calls=decision.close_calls,
         tables=all_tables(findings),
         counts={"trials": len(statuses)} | {word: count for word, count in counts.items() if count},
         warnings=warnings,
@@ -71,6 +73,11 @@ def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] 
         shell=lambda words: shlex.join(map(str, words)),
         shown=_shown,
     )
+
+
+def _title(labels: Sequence[str]) -> str:
+    """What the page is of."""
+    return f"Best way to prune {messages.names(labels, most=2)}"
 
 
 def _image(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tune_prune.analysis.input.rows import VERSIONS
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
 from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.hyperparameters.effects import MIN_ROWS
 from tune_prune.analysis.statistics.hyperparameters.factors import FACTORS
 from tune_prune.analysis.statistics.rules import BY_TEXT
 from tune_prune.analysis.tables.hyperparameters import trend_message
@@ -79,6 +80,7 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
         trend_message=trend_message,
         passes=passes,
         by_text=BY_TEXT,
+        least=MIN_ROWS,
     )
     entries = (TEMPLATES / "references.bib").read_text(encoding="utf-8").split("\n\n")
     cited = [entry for entry in entries if f"@{entry.partition('{')[2].partition(',')[0]}" in text]

@@ -51,5 +51,5 @@ def rank_plot(found: ModelFindings) -> dict[str, Any]:
     far = "others" if rows["p_value"].isna().any() else "less accurate"  # what was not compared is only not known to be
     text = f"Accuracy of {len(rows)} configurations by rank, from {messages.acc(accuracy.min())} to {messages.acc(accuracy.max())}"
     if math.isfinite(dense):
-        text += f"; the dense model has {messages.acc(dense)}"
+        text += f"; the original model has {messages.acc(dense)}"
     return {"points": points, "ticks": ticks, "far": far, "dense": y(dense), "text": text}

@@ -35,7 +35,7 @@ ADDED_FREEDOM = 0.5
 RISK = 0.03  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
 FIRST = 4  # configurations whose second draw tells first how far draws lie apart
 # Where trials are complete and nothing is eligible
-STOPPED_DRAWS = "every configuration has a draw that was stopped early"
+STOPPED_DRAWS = "every configuration has a run that was stopped early"
 _WINS = 4000  # simulated ends of a race
 _STDERR = "_stderr"
 
@@ -147,11 +147,16 @@ def mean_of_draws(values: pd.Series) -> float:
     if whole and numbers.isna().any():
         return math.nan
     if name == "ppl":
-        return float(np.exp(np.log(numbers).mean()))
+        return mean_perplexity(numbers)
     if name.endswith(_STDERR):
         return math.sqrt(np.square(numbers).mean())
     mean = float(numbers.mean())
     return round(mean) if name in INTEGERS and math.isfinite(mean) else mean
+
+
+def mean_perplexity(values: pd.Series) -> float:
+    """Of several perplexities, wherever one is given for them: the geometric mean, exp of the mean log. NaN where none is known."""
+    return float(np.exp(np.log(values.astype("float64")).mean()))
 
 
 def interactions(several: Mapping[int, pd.DataFrame], items: DrawItems) -> dict[int, dict[str, float]]:

@@ -33,6 +33,8 @@ from tune_prune.analysis.statistics.hyperparameters.effects import Correlation, 
 from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, grid_size, levels_of, reading, varied
 from tune_prune.analysis.statistics.hyperparameters.method_pairs import method_pairs
 from tune_prune.core.hashing import seed_for
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.kinds import Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +121,22 @@ class ModelFindings:
             if low < high and value in (low, high):
                 found.append((factor, value, "lower" if value == low else "upper"))
         return found
+
+    def _beyond(self, factor: str, value: float, side: str) -> float | None:
+        """Twice or half a value at the edge of what was tried; None where a hyperparameter cannot have it."""
+        kind, model = HYPERPARAMETERS[factor].kind, self.model
+        further = 2 * value if side == "upper" else value / 2
+        if isinstance(kind, Whole):
+            further = int(further)
+        asked = (model.source or {}).get("protocol", {}).get("perplexity_window", 0)
+        # Windows that are shorter than was asked for are all that the model takes
+        longest = model.window if factor == "seq_len" and model.window and model.window < asked else math.inf
+        return further if kind.holds(further) and further <= longest else None
+
+    def _other_choice(self, *rules: str) -> Message:
+        """What to do where accuracies say nothing: choose by the first of these rules that something was measured for."""
+        rule = next((name for name in rules if self.chosen[name]), None)
+        return Message("step_tasks") if rule is None else Message("step_rule", {"rule": rule})
 
     def reading(self, *factors: str) -> pd.DataFrame:
         """The eligible rows that vary with each of these factors (`factors.reading`)."""
@@ -277,15 +295,17 @@ class ModelFindings:
         dense = self.model.baseline.get("acc_mean", math.nan)
         guess = self.guessing.loc["mean", ["chance", "majority"]].max()
         if "items_after_eos" in eligible and eligible["items_after_eos"].max() > 0:
-            yield Message("items_after_eos")
+            yield Message("items_after_eos", {"step": self._other_choice("perplexity")})
         if not math.isfinite(dense):
             yield Message("dense_unknown")
         if self.at_chance(dense):
-            yield Message("dense_at_chance", {"dense": dense, "guess": guess})
+            yield Message("dense_at_chance", {"dense": dense, "guess": guess, "step": self._other_choice("perplexity")})
         elif self.at_chance(self.best["acc_mean"]):
             yield Message("best_at_chance", {"acc": self.best["acc_mean"], "guess": guess})
         if self.uninformative:
-            yield Message("tasks_at_chance", {"names": self.uninformative})
+            yield Message(
+                "tasks_at_chance", {"names": self.uninformative, "step": self._other_choice("kl", "perplexity")}
+            )
         for measure in MEASURES:
             if names := [change.after["name"] for change in self.changes if measure in change.worse]:
                 yield Message(f"worse_{measure}", {"names": names})
@@ -294,15 +314,18 @@ class ModelFindings:
             yield Message("items_in_calibration", {"count": int(seen), "names": names})
         if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
             yield Message("several_devices", {"names": devices})
-        for factor, value, side in self.edges:
-            yield Message(f"edge_{side}", {"factor": factor, "value": value})
+        further = {edge: self._beyond(*edge) for edge in self.edges}
+        if beyond := {edge: value for edge, value in further.items() if value is not None}:
+            edges = [Message(f"edge_{side}", {"factor": name, "value": value}) for name, value, side in beyond]
+            space = [f"{name}: {sorted([value, beyond[name, value, side]])}" for name, value, side in beyond]
+            yield Message("edges", {"edges": edges, "space": space})
         first = eligible["name"].iloc[0]
         if others := self.tied[1:]:
             points = -float(self.named(others[0])["difference_points"])
             yield Message("within_noise", {"best": first, "others": others, "points": points})
         if fit is not None and fit.naive - fit.corrected > fit.stderr:
             yield Message("selection_bias", {"naive": fit.naive, "corrected": fit.corrected})
-        if self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:
+        if self.rule != "perplexity" and self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:
             yield Message("ppl_disagrees", {"best": first, "best_ppl": self.chosen["perplexity"][0]})
         by_mean, by_max = self.methods.index[0], eligible["method"].iloc[0]
         if self.methods.loc[by_max, "p_below"] <= 0.05 and self.methods.loc[by_mean, "best"] in self.ruled_out:

@@ -121,11 +121,12 @@ def retained_per_second(rows: pd.DataFrame) -> list[str]:
 def none_within(model: str, within: float, nearest: str, gap: Difference | None) -> str:
     """Why rule "smallest" chooses nothing; `gap`: of the nearest to the dense model, None where that one's accuracy is unknown."""
     if gap is None:
-        return f"--rule smallest needs the dense model's accuracy, which is not known of {model}; give --baseline {model}=ACCURACY"
+        what = f"--rule smallest needs the original model's accuracy, which is not known of {model}"
+        return f"{what}; give --baseline {model}=ACCURACY"
     points = f"{gap.points:.2f}" + (f" ± {gap.stderr_points:.2f}" if np.isfinite(gap.stderr_points) else "") + " points"
     return (
-        f"no configuration of {model} is within {within:g} points of the dense model: the nearest, {nearest}, differs by {points}; "
-        "give a larger --within, or search smaller pruning ratios"
+        f"no configuration of {model} is within {within:g} points of the original model: the nearest, {nearest}, differs by "
+        f"{points}; give a larger --within, or search smaller pruning ratios"
     )
 
 
@@ -149,7 +150,7 @@ BY_TEXT = ("perplexity", "kl")  # rules by which no outcome of an item has a par
 NEEDS = {
     "perplexity": "a finite ppl",
     "gold_logprob": "log-probabilities of right choices",
-    "kl": "a finite KL to the dense model",
-    "smallest": "an accuracy within --within points of the dense model's",
+    "kl": "a finite KL to the original model",
+    "smallest": "an accuracy within --within points of the original model's",
     "retained-per-second": "a speed, as tune-prune speed --config FOLDER measures it",
 }

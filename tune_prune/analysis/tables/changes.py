@@ -28,18 +28,16 @@ def changes(findings: Findings) -> Table | None:
     columns = [
         *(MODEL, CONFIG, Column("kind", "Change")),
         *(c for c in hyperparameter_columns(findings) if HYPERPARAMETERS[c.key].of in ("recovery", "compensation")),
-        Column("draws", "Draws", "int", hint="of calibration samples, which both have", detail=True),
-        Column(
-            "own_text", "Own text", "percent", hint="error that is left on held-out samples of its calibration text"
-        ),
+        Column("draws", "Runs", "int", hint="how often both were run, each time with other sample text", detail=True),
+        Column("own_text", "Own text", "percent", hint="error that is left on held-out parts of its sample text"),
         Column("before_acc_mean", "Without", "acc", "before_acc_mean_stderr", threshold=ACCURACY.threshold),
         Column("acc_mean", "With", "acc", "acc_mean_stderr", threshold=ACCURACY.threshold),
-        Column("gain", "Gain", "points", "gain_stderr", hint="in points, on the same items"),
+        Column("gain", "Gain", "points", "gain_stderr", hint="in points, on the same questions"),
         Column("before_ppl", "Perplexity, without", "ppl", detail=True),
         Column("ppl", "Perplexity, with", "ppl", detail=True),
         Column(f"before_{GOLD}", "Gold logprob, without", "nats", detail=True),
         Column(GOLD, "Gold logprob, with", "nats", detail=True),
-        Column(f"{GOLD}_change", "Gold logprob, change", "nats", f"{GOLD}_change_stderr", hint="on the same items"),
+        Column(f"{GOLD}_change", "Gold logprob, change", "nats", f"{GOLD}_change_stderr", hint="on the same questions"),
         Column("before_kl_text", "KL text, without", "nats", detail=True),
         Column("kl_text", "KL text, with", "nats", detail=True),
         Column("kl_text_change", "KL text, change", "nats", "kl_text_change_stderr", hint="on the same tokens"),
@@ -49,7 +47,7 @@ def changes(findings: Findings) -> Table | None:
         Column("worse", "Worse on", hint="significantly (95%, all of a model together)"),
     ]
     notes = [*accuracy_notes(findings), Message("note_changes")]
-    return Table("changes", "What a refit or a training changes", columns, rows, notes) if rows else None
+    return Table("changes", "What repair and training change", columns, rows, notes) if rows else None
 
 
 def _row(found: ModelFindings, change: Change) -> dict[str, Any]:

@@ -23,8 +23,13 @@ MODEL = Column("model", "Model", style="model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
 TRIALS = Column("n", "Trials", "int")
-CONFIGURATIONS = Column("n", "Configs", "int", hint="complete ones; several draws are one")
-DRAWS = Column("draws", "Draws", "int", hint="of calibration samples, which the accuracy is the mean of")
+CONFIGURATIONS = Column("n", "Configs", "int", hint="complete ones; runs with other sample text are one")
+DRAWS = Column(
+    "draws",
+    "Runs",
+    "int",
+    hint="how often it was run, each time with other sample text; its scores are means of these runs",
+)
 
 
 def accuracy_column(task: str, label: str, **style: Any) -> Column:
@@ -35,16 +40,34 @@ def accuracy_column(task: str, label: str, **style: Any) -> Column:
 
 ACCURACY = accuracy_column("mean", "Accuracy", hint="mean over the tasks ± standard error")
 MARKED_ACCURACY = replace(ACCURACY, best="tied")
-DENSE_ACCURACY = replace(ACCURACY, key="dense_acc", label="Dense", stderr="dense_acc_stderr", hint="")
+DENSE_ACCURACY = replace(ACCURACY, key="dense_acc", label="Original", stderr="dense_acc_stderr", hint="")
 PARAMETERS = Column("params_count", "Parameters", "int")
-PERPLEXITY = Column("ppl", "Perplexity", "ppl")
-INFORMATIVE = Column("acc_informative", "Informative tasks", "acc", "acc_informative_stderr", detail=True)
-MEASURES = tuple(
-    Column(name, label, "nats", f"{name}_stderr", detail=True)
-    for name, label in ((GOLD, "Gold logprob"), ("kl_text", "KL text"), ("kl_tasks", "KL tasks"))
+PERPLEXITY = Column(
+    "ppl",
+    "Perplexity",
+    "ppl",
+    hint="how much a text surprises the model; lower is better; of several runs the geometric mean",
 )
-TOKENS = Column("tokens", "Tokens", "int", hint="calibration tokens that making it reads", detail=True)
-RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the dense model's accuracy")
+INFORMATIVE = Column(
+    *("acc_informative", "Informative tasks", "acc", "acc_informative_stderr"),
+    detail=True,
+    hint="accuracy without the tasks on which the original only guesses",
+)
+_PREDICTIONS = "distance from the original's predictions on"  # nats per token
+MEASURES = tuple(
+    Column(name, label, "nats", f"{name}_stderr", detail=True, hint=hint)
+    for name, label, hint in (
+        (
+            GOLD,
+            "Gold logprob",
+            "log-probability of the right answers: how likely the model finds them; nearer to 0 is better",
+        ),
+        ("kl_text", "KL text", f"{_PREDICTIONS} the perplexity text; 0 is identical"),
+        ("kl_tasks", "KL tasks", f"{_PREDICTIONS} the tasks' questions with their right answers; 0 is identical"),
+    )
+)
+TOKENS = Column("tokens", "Tokens", "int", hint="how much sample text making it takes", detail=True, style="more")
+RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the original model's accuracy")
 
 
 def hyperparameter_columns(findings: Findings) -> list[Column]:
@@ -85,11 +108,13 @@ def best_configurations(findings: Findings) -> Table:
     columns = [
         *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), DRAWS, ACCURACY),
         Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr", threshold="_threshold_mean"),
-        *(INFORMATIVE, PERPLEXITY, *MEASURES),
+        *(replace(INFORMATIVE, style="wide"), PERPLEXITY, *(replace(column, style="wide") for column in MEASURES)),
         DENSE_ACCURACY,
-        Column("dense_ppl", "Dense ppl", "ppl"),
+        Column("dense_ppl", "Original's perplexity", "ppl"),
         RETAINED,
-        Column("share_of_runs", "Tied", hint="others that are statistically tied with the most accurate (95%)"),
+        Column(
+            "share_of_runs", "Too close to call", hint="how many others cannot be told from the most accurate (95%)"
+        ),
     ]
     notes = [
         Message("note_chosen", {"rule": findings.rule, "meaning": findings.meaning(findings.rule)}),
@@ -136,13 +161,13 @@ def task_accuracies(findings: Findings) -> Table:
             row |= {"informative": told if found.uninformative else ""}
             rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": found.best["name"]})
     columns = [
-        *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Items", "int")),
+        *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Questions", "int")),
         Column("acc", "Pruned", "acc", "stderr", threshold="threshold", items="items"),
-        Column("dense", "Dense", "acc", "dense_stderr", threshold="threshold", items="items"),
+        Column("dense", "Original", "acc", "dense_stderr", threshold="threshold", items="items"),
         *(RETAINED, Column("chance", "Chance", "acc"), Column("majority", "Majority answer", "acc")),
         *(
-            Column("auc", "Dense AUC", "auc"),
-            Column("informative", "Informative", hint="the dense model tells right from wrong"),
+            Column("auc", "AUC of the original", "auc"),
+            Column("informative", "Informative", hint="the original tells right from wrong"),
         ),
     ]
     title = "Zero-shot accuracy of the best configurations by task"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.statistics.draws import mean_perplexity
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
 from tune_prune.analysis.statistics.hyperparameters.effects import CONTROL
 from tune_prune.analysis.tables.configurations import CONFIGURATIONS, MODEL, level_format, limits
@@ -149,7 +150,7 @@ def correlations(findings: Findings) -> Table | None:
 def extreme_layers(findings: Findings) -> Table | None:
     """Accuracy by the number of layers that lose more than half of their MLP channels."""
     rows = [
-        {"model": label, "layers": layers, "n": len(group), "ppl": group["ppl"].mean()}
+        {"model": label, "layers": layers, "n": len(group), "ppl": mean_perplexity(group["ppl"])}
         | {name: getattr(group["acc_mean"], name)() for name in ("mean", "min", "max")}
         | limits(found)
         for label, found in findings.models.items()

@@ -44,7 +44,7 @@ def measures(findings: Findings) -> Table | None:
     notes = [Message("note_measures")]
     if any(not missing(row["acc_informative"]) for row in rows):
         notes.append(Message("note_informative"))
-    title = "Log-probability of right choices, and KL to the dense model"
+    title = "Log-probability of right choices, and KL to the original model"
     return Table("measures", title, columns, rows, notes, long=True) if rows else None
 
 
@@ -78,7 +78,7 @@ def fidelities(findings: Findings) -> Table | None:
     ]
     columns = [
         *(MODEL, Column("rung", "Rung")),
-        Column("items", "Items seen", "percent", hint="of the zero-shot items"),
+        Column("items", "Questions seen", "percent", hint="of the zero-shot questions"),
         TRIALS,
         Column("tau", "Kendall's τ", "r", "tau_stderr", hint="with the final accuracy"),
         Column("rank", "Winner's rank", "int", hint="trials that are at least as good as the most accurate one"),

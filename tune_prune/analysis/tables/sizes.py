@@ -85,11 +85,16 @@ def smallest(findings: Findings) -> Table | None:
     columns = [
         *(MODEL, CONFIG, _KEPT, PARAMETERS, ACCURACY),
         Column(
-            "difference", "To dense", "points", "difference_stderr", best="chosen", hint="in points, on the same items"
+            "difference",
+            "To original",
+            "points",
+            "difference_stderr",
+            best="chosen",
+            hint="in points, on the same questions",
         ),
         Column("within", "Within"),
     ]
-    title = f"Smallest within {findings.within:g} points of the dense model"
+    title = f"Smallest within {findings.within:g} points of the original model"
     notes = [Message("note_smallest", {"within": findings.within}), *accuracy_notes(findings)]
     return Table("smallest", title, columns, rows, notes, best="best_smallest")
 
@@ -144,7 +149,7 @@ def pareto(findings: Findings) -> Table | None:
     if rows is None:
         return None
     shown = rows.assign(pareto=[_yes_or_no(value) for value in rows["pareto"]])
-    hint = "times the dense model's speed"
+    hint = "times the original's speed"
     columns = [
         *(MODEL, CONFIG, MARKED_ACCURACY, RETAINED, PERPLEXITY, PARAMETERS),
         Column("kv_bytes_per_token", "KV bytes/token", "int"),
@@ -152,7 +157,7 @@ def pareto(findings: Findings) -> Table | None:
         Column("prefill_lowest", "Prefill, rounds", "points", upper="prefill_highest"),
         Column("decode", "Decode", "points", hint=hint),
         Column("decode_lowest", "Decode, rounds", "points", upper="decode_highest"),
-        Column("retained_per_second", "Retained per second", "points", hint="1 for the dense model"),
+        Column("retained_per_second", "Retained per second", "points", hint="1 for the original model"),
         Column("pareto", "Pareto-optimal"),
     ]
     notes = [Message("note_speed"), *map(_conditions, filter(_timed, findings.models.values()))]

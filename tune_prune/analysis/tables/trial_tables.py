@@ -41,8 +41,10 @@ STATUS_WORDS = {
     "failed": "failed",
 }
 _ALL = "All models"
-_GAP = "to the most accurate, in percentage points"
-_P_VALUE = "chance of such a gap if this were the best, corrected for all configurations"
+_GAP = "accuracy less that of the most accurate, in percentage points"
+_P_VALUE = (
+    "chance of such a gap if no other were better; below .05 it counts as behind; corrected for all configurations"
+)
 _COUNTS = {
     "runs": "Trials",
     "complete": "Complete",
@@ -80,7 +82,7 @@ def trials(findings: Findings) -> Table:
             finite = row["success"] and math.isfinite(row["acc_mean"])
             row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
             if finite:
-                row |= {"state": "complete", "reason": "another draw of it was stopped early"}
+                row |= {"state": "complete", "reason": "another run of it was stopped early"}
             elif row["success"]:
                 row["reason"] = row["reason"] or f"acc_mean is {row['acc_mean']}"
             row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_value", "rank", "ppl_rank"))
@@ -96,9 +98,12 @@ def trials(findings: Findings) -> Table:
         Column("p_value", "p", "p", hint=_P_VALUE),
         *(INFORMATIVE, PERPLEXITY, *MEASURES),
         *(accuracy_column(task, task, detail=True, style="task") for task in tasks),
-        Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
-        *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
-        *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
+        Column("removed_fraction", "Removed", "percent", hint="share of all parameters that was removed", style="more"),
+        *(Column("elapsed_time", "Time", "duration", style="more"), Column("reason", "Reason", wrap=True), TOKENS),
+        *(
+            Column("rank", "Rank", "int", detail=True, style="more"),
+            Column("ppl_rank", "Perplexity rank", "int", detail=True, style="more"),
+        ),
     ]
     notes = [Message("note_trials")]
     if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
@@ -141,9 +146,9 @@ def draws(findings: Findings) -> Table | None:
         *(MODEL, replace(CONFIGURATION, detail=False), DRAWS, ACCURACY),
         Column("low", "95% interval", "acc", upper="high"),
     ]
-    shown.append(Column("spread", "Std of draws", "points", hint="standard deviation between its draws, in points"))
+    shown.append(Column("spread", "Std of runs", "points", hint="standard deviation between its runs, in points"))
     by_seed = [columns[seed] for seed in sorted(columns, key=lambda seed: -1 if seed is None else seed)]
-    table = Table("draws", "Draws of calibration samples", [*shown, *by_seed], rows, [Message("note_draws"), *notes])
+    table = Table("draws", "Runs with other sample text", [*shown, *by_seed], rows, [Message("note_draws"), *notes])
     return table if rows else None
 
 

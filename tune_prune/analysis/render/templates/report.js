@@ -33,7 +33,6 @@
     const rows = [...section.querySelector("tbody").rows];
     const contents = rows.map((row) => row.textContent.toLowerCase());
     const count = section.querySelector("output");
-    const tasks = section.querySelector("[data-shows=tasks]");
     section.querySelector(".tools").hidden = false;
     section.querySelector("input[type=search]").addEventListener("input", (event) => {
       const words = event.target.value.toLowerCase().split(/\s+/);
@@ -44,9 +43,11 @@
       });
       count.value = `${shown} of ${rows.length}`;
     });
-    tasks?.addEventListener("change", () => {
-      section.querySelector("table").classList.toggle("without-tasks", !tasks.checked);
-    });
+    for (const box of section.querySelectorAll("[data-shows]")) {
+      box.addEventListener("change", () => {
+        section.querySelector("table").classList.toggle(`without-${box.dataset.shows}`, !box.checked);
+      });
+    }
   }
 
   // On paper nothing is folded away.

@@ -26,7 +26,7 @@ _COLUMNS = (
 )
 
 CONTROL = "random"  # the method that prunes by chance: far off the others, it alone would make a correlation
-_MIN_ROWS = (
+MIN_ROWS = (
     10  # of a handful of points nearly any two measures correlate: of 4 random ones |r| is above .95 in one of 20
 )
 # PED-ANOVA. Simulated searches of 20 of 297 configurations, one factor with a large effect and two with none: it puts that
@@ -281,8 +281,8 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
     n = len(data)
     if bad := int(n - np.isfinite(data["value"]).sum()):
         return Correlation(column, n, reason=Message("not_finite", {"column": column, "count": bad}))
-    if n < _MIN_ROWS:
-        return Correlation(column, n, reason=Message("too_few", {"n": n, "least": _MIN_ROWS}))
+    if n < MIN_ROWS:
+        return Correlation(column, n, reason=Message("too_few", {"n": n, "least": MIN_ROWS}))
     for name, values in ((column, data["value"]), ("acc_mean", data["acc"])):
         if _is_constant(values):
             return Correlation(column, n, reason=Message("constant", {"column": name}))
@@ -294,7 +294,7 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
     if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(data["value"]):
         return Correlation(column, n, r, low, high, tau=tau)
     means = passes.mean()
-    if len(means) < _MIN_ROWS or _is_constant(means["acc"]):
+    if len(means) < MIN_ROWS or _is_constant(means["acc"]):
         return Correlation(column, n, r, passes=len(means), tau=tau)
     r_passes, low, high = _pearson(means)
     return Correlation(column, n, r, low, high, len(means), r_passes, tau)

@@ -1,0 +1,68 @@
+"""The decision of an analysis in sentences: the first lines of its screen, and the same words on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tune_prune.analysis.input.rows import configuration_of
+from tune_prune.analysis.render.messages import format_message, names, pm, printed
+from tune_prune.analysis.render.text import fold
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
+from tune_prune.analysis.verdict import verdicts
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+
+_INDENT = 13  # columns before the text of a line
+_SHOWN = 20  # models that a line names
+
+
+def decision(findings: Findings, keep: Mapping[str, str]) -> str:
+    """The best of each model, the number to quote, and the command that keeps the first (`keep`: by label)."""
+    winners = [one.winner for one in verdicts(findings).values()]
+    if findings.rule == "smallest":
+        winners = list(findings.smallest.values())
+    lines = [("", f"{found.model.label}: {sentence(found)}") for found in winners]
+    lines[0] = ("best", lines[0][1])
+    if findings.rule != "accuracy":
+        lines.append(("", f"chosen by --rule {findings.rule}: {format_message(findings.meaning(findings.rule))}"))
+    fits = {f" for {one.model.label}": one.cross_fit for one in winners if one.cross_fit is not None}
+    if scores := [f"{pm(fit.corrected, fit.stderr)}{of * (len(winners) > 1)}" for of, fit in fits.items()]:
+        quoted = names(scores, most=_SHOWN)
+        lines.append(("", f"quote {quoted} in a paper: cross-fitted, without the luck of being chosen"))
+    text = [_folded(f"{head:{_INDENT}}\t{line}") for head, line in lines]
+    able = [found.model.label for found in winners if found.model.label in keep]
+    text += [f"{'keep':{_INDENT}}{keep[label]}" for label in able[:1]]  # in one line, to be copied
+    if others := able[1:]:
+        text.append(f"{'':{_INDENT}}for {names(others, most=_SHOWN)} the same with the best_config.json of each")
+    return "\n".join(text)
+
+
+def _folded(line: str) -> str:
+    """In lines of a screen, none of which ends inside a number and its error."""
+    return fold(line.replace(" ± ", "_±_")).replace("_±_", " ± ")
+
+
+def sentence(found: ModelFindings) -> str:
+    """The configuration that was chosen, its accuracy and what it keeps, and how many others are too close to call."""
+    best, rows, retained = found.best, found.model.rows, found.retained(found.best["acc_mean"])
+    shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
+    kept = "" if retained is None else f", {printed(retained, 'percent')} of the original's"
+    accuracy = pm(best["acc_mean"], best["acc_mean_stderr"])
+    words = configuration_of(best).in_words(shown)
+    return f"{words} ({best['name']}): accuracy {accuracy}{kept}; {close_calls(found)}"
+
+
+def close_calls(found: ModelFindings) -> str:
+    """How many of the others cannot be told from the most accurate (95%), as a clause."""
+    if len(found.eligible) == 1:
+        return "no other configuration is complete"
+    if not found.compared:
+        return "standard errors are missing, so it is open which others are too close to call"
+    top, *tied = found.tied
+    chosen, one = found.best["name"], found.compared == 1
+    if chosen == top and not tied:
+        return f"clearly better than {'the other one' if one else f'all {found.compared} others'}"
+    of_all = "the other one" if one and tied else f"{len(tied) or 'none'} of {found.compared} others"
+    whom = "" if chosen == top else f" with the most accurate, {top}"
+    apart = "" if chosen in found.tied else "; the chosen one is not among them"
+    return f"{of_all} {'is' if len(tied) < 2 else 'are'} too close to call{whom}{apart}"
