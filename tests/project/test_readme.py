@@ -62,7 +62,6 @@ def test_links_lead_somewhere(target: str) -> None:
     assert (ROOT / target).exists()
 
 
-
 def test_the_readme_is_read_in_one_sitting() -> None:
     """Its length, and the two commands that set up a fresh machine."""
     assert len(README.splitlines()) <= 170 and len(README.split()) <= 1500

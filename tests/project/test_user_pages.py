@@ -1,5 +1,5 @@
-"""Pages for users: parsers read the commands of README and docs/recipes.md, perplexities of docs/questions.md are those of the records, every
-page is in the index."""
+"""Pages for users: parsers read the commands of README and docs/recipes.md, perplexities of docs/questions.md are those of the
+records, every page is in the index."""
 
 from __future__ import annotations
 
