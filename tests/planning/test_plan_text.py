@@ -34,7 +34,7 @@ def test_ten_lines_answer_what_is_asked_first(plan_text: Callable[..., str]) -> 
     assert found["plan"] == f"tiny-llama: {count} ways to prune it by 20%, each tested; one after the other"
     assert re.fullmatch(r"[\dhms.]+ to [\dhms.]+; by the speed measured here", found["time"])
     assert re.fullmatch(r"\d+ MiB a trial: fits \(\S+ [MGT]iB are free\)", found["memory"])
-    assert found["model"] == f"{total:,} parameters, of which {int(0.2 * total):,} are to go"
+    assert found["model"] == f"{total:,} parameters, {int(0.2 * total):,} of them to go"
     assert found["tests"] == "perplexity on the embedded text; 7 benchmarks, all questions"
     assert found["results"] == "ray_results/tiny-llama-20-smoke" and found["details"].startswith("--verbose ")
 
@@ -43,11 +43,11 @@ def test_one_count_stands_everywhere(plan_text: Callable[..., str]) -> None:
     """12 ways of each of two models, and the training of two more of each: neither 24 nor 14."""
     argv = ("--model", "tiny-llama", "--model", "tiny-qwen2", "--search-space", "recommended", "--gpus-per-trial", "0")
     out = plan_text(*argv, "--recover", "2", verbose=False)
-    says = "2 models: 12 ways to prune each by 20%, each tested; then the 2 most promising of each get a short training"
+    says = "2 models: 12 ways to prune each by 20%, each tested; then the 2 most promising of each model get a short training"
     assert f"plan         {says}; at most 28 trials; " in out
     assert re.search(r"^time +\S+ to \S+, or less; ", out, re.MULTILINE)
     whole = plan_text(*argv, "--recover", "2")
-    assert " = 12 configurations a model, at most 28 trials\n" in whole and "up to 2 of each model get" in whole
+    assert " = 12 configurations a model, at most 28 trials " in whole and "up to 2 of each model get" in whole
     table = re.search(r"^models .*\bto go, 20% +memory a trial +tiny-llama +158,848 +31,769 ", out, re.MULTILINE)
     assert table and " tiny-qwen2 " in out
 

@@ -80,7 +80,6 @@ def done_so_far(plan: Plan, done: int) -> str:
 
 def _ways(plan: Plan) -> str:
     settings, values, several = plan.settings, plan.space.values, len(plan.models) > 1
-    each = " of each" * (several or len(values["pruning_ratio"]) > 1)
     number = picked = ways(plan)
     count = f"{number:,} way{'s' * (number != 1)}"
     if plan.space.search == "optuna":
@@ -96,8 +95,10 @@ def _ways(plan: Plan) -> str:
     elif (runs := len(values["seed"])) > 1:
         text += f" {runs} times, with other sample text"
     if settings.recover is not None:
-        best = f"{settings.recover} most promising{each} get"
-        text += f"; then the {best.removeprefix('1 ').replace(' get', ' gets') if settings.recover == 1 else best} a short training"
+        each = " and ".join(["model"] * several + ["ratio"] * (len(values["pruning_ratio"]) > 1))
+        best = f"most promising{f' of each {each}' * bool(each)}"
+        best = f"{best} gets" if settings.recover == 1 else f"{settings.recover} {best} get"
+        text += f"; then the {best} a short training"
     total, most = trials(plan), "at most " * bool(settings.draws or settings.recover)
     if total != picked:
         text += f"; {most}{total:,} trials"
@@ -136,8 +137,7 @@ def _models(plan: Plan) -> list[Row]:
     if len(plan.models) == 1:
         (model,) = plan.models
         going = [f"{model.targets[ratio]:,}" + f" ({100 * ratio:.4g}%)" * (len(ratios) > 1) for ratio in ratios]
-        verb = "is" if going == ["1"] else "are"
-        return [("model", f"{model.geometry.total_params:,} parameters, of which {' or '.join(going)} {verb} to go")]
+        return [("model", f"{model.geometry.total_params:,} parameters, {' or '.join(going)} of them to go")]
     head = ("", "parameters", *(f"to go, {100 * ratio:.4g}%" for ratio in ratios), "memory a trial")
     table = aligned([head, *(_row(model, ratios) for model in plan.models)])
     return [("models" if index == 0 else "", line) for index, line in enumerate(table)]

@@ -27,8 +27,8 @@ def fit_line(plan: Plan) -> str:
     need, at_once = size(memory.total), f" a trial, {plan.slots} at once" if plan.slots > 1 else " a trial"
     free = plan.card.memory if plan.card else min(plan.gpu_free.values(), default=0)
     if gpus and free:
-        share = f", {1 / gpus:.0f} on each GPU" if gpus < 1 else f" of each of {gpus:.0f} GPUs" * (gpus > 1)
-        fits = f"{need} of {size(free)} a trial{share}: fits"
+        of = f" a trial, {1 / gpus:.0f} on each GPU" if gpus < 1 else f" on each of {gpus:.0f} GPUs" * (gpus > 1)
+        fits = f"{need}{of} of {size(free)}: fits"
     elif plan.nodes:
         fits = f"{need} a trial: fits on every machine"
     else:
@@ -65,7 +65,7 @@ def memory_lines(plan: Plan) -> list[str]:
     ]
     for model in plan.models:
         if (own := model.memory).way != model.ways[0].way:
-            copies = ", pruned copies whole" if own.way.pruned_whole else ""
+            copies = ", pruned copies whole in memory" if own.way.pruned_whole else ""
             lines.append(
                 f"{model.run.label}: {held_in_words(own)}{copies}; with the whole model in memory a trial would take "
                 f"{size(model.ways[0].total)}"
