@@ -26,7 +26,7 @@ def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     argv += ["--limit", "8", "--tasks", "piqa", "--gpus-per-trial", "0"]
     assert search.main([*argv, "--objective", "kl"]) == 0
     said = capsys.readouterr().out
-    assert "3 of 3 configurations a model, by kl" in said
+    assert "optuna tries 3 of 3 ways to prune it by 20%" in said
     assert f"report       tune-prune analysis {tmp_path / 'by-kl'} --rule kl" in said
     (best,) = re.findall(r"^best         tiny-llama: (.+(?:\n {13}.+)*)$", said, re.MULTILINE)
     assert "the lowest KL, the distance from the original's predictions, " in (best := " ".join(best.split()))

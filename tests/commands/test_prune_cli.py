@@ -109,7 +109,7 @@ def test_the_printed_check_prints_the_recorded_numbers_beside_its_own(
     line = next(line for line in searched.printed.splitlines() if " evaluate   " in line and str(folder) in line)
     assert line.split()[1:3] == ["tune-prune", "evaluate"]
     told = printed(evaluate.main, *line.split()[3:])
-    rows = re.findall(r"^(\w+) +acc\w* +(\S+) ± \S+ +(\S+) +(\S+) ", told, re.MULTILINE)
+    rows = re.findall(r"^(\w+) +acc(?:_norm)? +(\S+) ± \S+ +(\S+) +(\S+) ", told, re.MULTILINE)
     assert re.search(r"^result       accuracy .*, both as recorded; the original's accuracy is ", told, re.MULTILINE)
     assert len(rows) == 7
     assert all(measured == recorded and difference == "0" for _, measured, recorded, difference in rows)
