@@ -207,7 +207,7 @@ def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(
         table(
             [
-                ["masks", "KL text", "KL tasks", "gold lost", "ppl", "accuracy", "stderr"],
+                ["masks", "KL text", "KL tasks", "gold lost", "perplexity", "accuracy", "stderr"],
                 *map(list, map(dict.values, rows)),
             ]
         )

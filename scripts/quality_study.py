@@ -1,4 +1,5 @@
-"""The tables of docs/quality.md from nothing: their searches, the tables, and how near each is to its record in docs/studies.
+"""The tables of docs/studies/quality.md and of docs/studies/embedded from nothing: their searches, the tables, and how near each is
+to its record.
 
     python scripts/quality_study.py embedded                         three small models: two hours of one core
     python scripts/quality_study.py smollm2-135m --data-dir DATA     SmolLM2-135M: some 20 hours of one core
@@ -11,7 +12,7 @@ a finished trial is never run again, and searches share statistics of calibratio
 
 Further flags go to every search: --inline, --gpus-per-trial 0.1, ... (--dtype is float32, as in the records). A table is printed,
 and written to --output as JSON, as soon as its searches are done, and what its record says otherwise: another machine rounds
-otherwise, and of two near-equal channels the other one goes (docs/quality.md).
+otherwise, and of two near-equal channels the other one goes (docs/studies/quality.md).
 """
 
 from __future__ import annotations

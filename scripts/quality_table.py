@@ -30,6 +30,7 @@ from making_seconds import making_seconds
 
 from tune_prune import load_results
 from tune_prune.analysis.input.measures import GOLD, dense_folder, gold_logprobs, kl_blocks
+from tune_prune.analysis.statistics.draws import mean_of_draws
 from tune_prune.cli.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
@@ -120,7 +121,7 @@ def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
                     f"{name} was measured on other texts than {reference}; search again with equal settings"
                 )
             row = {"model": label, "configuration": name, "draws": len(draws)}
-            row |= {"ppl": chosen["ppl"].mean(), "accuracy": chosen["acc_mean"].mean()}
+            row |= {"ppl": mean_of_draws(chosen["ppl"]), "accuracy": chosen["acc_mean"].mean()}
             taken = float(chosen["seconds"].median())  # of those that are known
             row["seconds"] = None if math.isnan(taken) else taken
             for measure in found.values:
@@ -164,7 +165,7 @@ def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
         "configuration",
         "draws",
         *(f"{label} | regained" for label in MEASURES.values()),
-        "ppl",
+        "perplexity",
         "accuracy",
         *["seconds"] * seconds,
     ]

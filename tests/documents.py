@@ -31,7 +31,8 @@ from tune_prune.cli import search_flags
 from tune_prune.models.catalog import HUB_ALIASES
 
 ROOT = Path(__file__).parents[1]
-NOT_RUN = ("hf", "llama-cli", "pip", "source", "tensorboard")  # need a network, or change the environment
+# Need a network or a program of others, or change the environment.
+NOT_RUN = ("git", "hf", "llama-cli", "llama-quantize", "optuna-dashboard", "pip", "source", "tensorboard", "vllm")
 ON_CLUSTERS = ("docker", "kubectl", "ray", "sbatch")  # tests/tuning/test_cluster.py runs what one machine can
 SHORT = 5000  # characters of perplexity text: of a search's time it would be most
 QUICK_SPACES = ("smoke", "control", ".yaml")  # a search over these takes seconds
@@ -132,7 +133,7 @@ class Reader:
         elif words[:1] != [] and words[0] in ON_CLUSTERS:
             files = [word for word in words if word.startswith("scripts/")]
             assert [name for name in files if not (ROOT / name).is_file()] == [], statement
-            inner = re.search(r"tune_prune\.search (.*)", words[-1])  # of a command for another machine
+            inner = re.search(r"tune-prune search (.*)", words[-1])  # of a command for another machine
             arguments = (
                 shlex.split(inner[1]) if inner else words[words.index(files[0]) + 1 :] if words[0] == "sbatch" else []
             )

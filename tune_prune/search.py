@@ -145,7 +145,7 @@ def _run(
             + ("name a folder with --storage-path" if in_memory else afterwards)
         )
     _log_plan(log, plan)
-    say((plan_details if args.verbose else plan_text).describe(plan))
+    say(plan_details.describe(plan) if args.verbose else plan_text.describe(plan))
     if args.dry_run:
         say("\ndry run: nothing was started")
         return

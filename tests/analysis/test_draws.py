@@ -290,7 +290,7 @@ def test_interaction_is_that_of_known_components() -> None:
 
 @pytest.mark.parametrize(("who", "draws", "ratio"), [("all", 2, 1.0), ("four of 12", 3, 2.0), ("all", 3, 0.0)])
 def test_intervals_cover_and_the_set_holds_the_best(who: str, draws: int, ratio: float) -> None:
-    """A short form of scripts/simulate_draws.py; docs/draws.md has its whole table."""
+    """A short form of scripts/simulate_draws.py; docs/studies/draws.md has its whole table."""
     repeats = 60
     held = simulate_draws.coverage(who, draws, ratio, 0.0, repeats, np.random.default_rng(1), 250)
     error = math.sqrt(0.95 * 0.05 / repeats)

@@ -135,7 +135,7 @@ def test_the_stages_of_a_search_in_this_process_fill_their_bars(
     stages = {"weights", "perplexity", "tasks", "zero-shot", "gradients", "removals"}
     assert stages <= {bar.desc for bar in bars} and all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
     lines = screen.getvalue().split("\n")
-    assert any(line.rpartition("\r")[2].startswith("[1/1] running 0, failed 0, best accuracy .") for line in lines)
+    assert any(line.rpartition("\r")[2].startswith("[1/1] running 0, failed 0, best accuracy ") for line in lines)
     for seen in (part for line in lines for part in line.split("\r")):  # a bar or another text, not some of both
         assert ("ETA" in seen and "|" in seen) + ("running" in seen) + ("[prepare" in seen) < 2, seen
 

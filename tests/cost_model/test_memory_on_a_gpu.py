@@ -1,4 +1,4 @@
-"""The memory plan, as it is today, against what an H100 took (docs/studies/h100, docs/gpu.md): never less, and not much more."""
+"""The memory plan, as it is today, against what an H100 took (docs/studies/h100): never less, and not much more."""
 
 from __future__ import annotations
 

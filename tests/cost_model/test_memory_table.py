@@ -1,7 +1,8 @@
-"""The README's table of the GPU that a model needs is what the memory plan says."""
+"""The tables of the GPU that a model needs, docs/costs.md's and the README's short one, are what the memory plan says."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from make_random_model import config_of
+from transformers import PretrainedConfig
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.process.machine import Memory
@@ -33,16 +35,14 @@ CARDS = tuple(map(parse_card, ("RTX 4090", "L40S", "A100", "H200")))
 # The seven tasks of the hub, all items, and WikiText-2: about.
 ZERO_SHOT = ZeroShotTokens(items=20_465, tokens=1_650_000, scored=600_000, exact=True)
 TEXT = 300_000
-NAMES = (
-    "SmolLM2-135M",
-    "Qwen2.5-0.5B",
-    "Llama-3.2-1B",
-    "Llama-3.2-3B",
-    "Mistral-7B",
-    "Qwen2.5-7B",
-    "Llama-3-8B",
-    "Llama-3-70B",
-)
+SIZES = {  # a row of the README, and its models
+    "up to 0.5B": ("SmolLM2-135M", "Qwen2.5-0.5B"),
+    "1B": ("Llama-3.2-1B",),
+    "3B": ("Llama-3.2-3B",),
+    "7B, 8B": ("Mistral-7B", "Qwen2.5-7B", "Llama-3-8B"),
+    "70B": ("Llama-3-70B",),
+}
+NAMES = tuple(name for names in SIZES.values() for name in names)
 
 
 def on_card(ways: list[MemoryPlan], card: Card, geometry: Geometry, vocab_size: int) -> str:
@@ -82,8 +82,8 @@ def on_card(ways: list[MemoryPlan], card: Card, geometry: Geometry, vocab_size: 
     return f"{trials} {how}({shown})"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_readme_says_what_a_trial_needs_and_how_it_fits_on_which_card(name: str) -> None:
+@functools.cache
+def planned(name: str) -> tuple[PretrainedConfig, Geometry, list[MemoryPlan]]:
     """In bfloat16, with the largest perplexity window and the longest item of the real tasks (some 600 tokens)."""
     config = config_of(name.lower())
     _, geometry = loading.config_geometry(config)
@@ -91,16 +91,42 @@ def test_the_readme_says_what_a_trial_needs_and_how_it_fits_on_which_card(name: 
         config=config, perplexity_window=2048, perplexity_tokens=TEXT, longest_row=600, zero_shot=ZERO_SHOT
     )
     configs = search_space.load("paper_grid").configs()
-    ways = memory_of(work, geometry, configs, target_params(geometry, 0.2, "free"), 2, "cuda")
-    whole, lean = ways[0], min(ways, key=lambda plan: plan.total)
+    return config, geometry, memory_of(work, geometry, configs, target_params(geometry, 0.2, "free"), 2, "cuda")
+
+
+def row_of(page: str, name: str) -> list[str]:
+    row = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)
+    assert row, f"no row of {name}"
+    return [cell.strip() for cell in row[1].split("|")]
+
+
+def gib(plan: MemoryPlan) -> str:
+    return f"{plan.total / 2**30:.0f} GiB"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_says_what_a_trial_needs_and_how_it_fits_on_which_card(name: str) -> None:
+    config, geometry, ways = planned(name)
     by_layer = min((plan for plan in ways if not plan.way.from_files), key=lambda plan: plan.total)
     copies = min((plan for plan in ways if plan.way.pruned_whole), key=lambda plan: plan.total)
-    row = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", README, re.MULTILINE)
-    assert row, f"no row of {name}"
-    needs = [f"{plan.total / 2**30:.0f} GiB" for plan in (whole, by_layer, copies, lean)]
-    assert [cell.strip() for cell in row[1].split("|")] == [
-        f"{geometry.total_params / 1e9:.1f}B", *needs, *(on_card(ways, card, geometry, config.vocab_size) for card in CARDS)
+    lean = min(ways, key=lambda plan: plan.total)
+    assert row_of(COSTS, name) == [
+        f"{geometry.total_params / 1e9:.1f}B", *map(gib, (ways[0], by_layer, copies, lean)),
+        *(on_card(ways, card, geometry, config.vocab_size) for card in CARDS),
     ]  # fmt: skip
     if name == "Mistral-7B":
         minutes = on_card(ways, parse_card("h100"), geometry, config.vocab_size)
         assert f"grid of {name} takes {minutes.partition('(')[2].rstrip(')')} by this" in " ".join(COSTS.split())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_readme_says_the_most_that_models_of_a_size_take(size: str) -> None:
+    least = max(min(planned(name)[2], key=lambda plan: plan.total).total for name in SIZES[size])
+    longest = []
+    for card in CARDS:
+        times = [
+            on_card(ways, card, geometry, config.vocab_size).partition("(")[2].rstrip(")")
+            for config, geometry, ways in map(planned, SIZES[size])
+        ]
+        longest.append(max(times, key=lambda time: float(time.split()[0]) * (60 if time.endswith("h") else 1)))
+    assert row_of(README, size) == [f"{least / 2**30:.0f} GiB", *longest]

@@ -37,7 +37,7 @@ def seconds(text: str) -> float:
 
 
 def test_the_way_and_the_time_are_those_of_the_card(mistral: tuple[str, ...], plan_text: Callable[..., str]) -> None:
-    """As in README's table: copies whole on 24 GB, two trials on 141 GB. What waits in host memory is said, and not bounded."""
+    """As in docs/costs.md: copies whole on 24 GB, two trials on 141 GB. What waits in host memory is said, and not bounded."""
     small, large = plan_text(*mistral, "--gpu", "RTX 4090"), plan_text(*mistral, "--gpu", "h200")
     assert "planned for 1 x RTX 4090 (23.6 GiB), not for this machine; a trial takes 4 CPU, 1 GPU" in small
     assert "; 1 at once;" in small

@@ -47,7 +47,7 @@ def test_one_count_stands_everywhere(plan_text: Callable[..., str]) -> None:
     assert f"plan         {says}; at most 28 trials; " in out
     assert re.search(r"^time +\S+ to \S+, or less; ", out, re.MULTILINE)
     whole = plan_text(*argv, "--recover", "2")
-    assert " = 12 configurations a model, at most 28 trials\n" in whole and "up to 2 of each model get" in whole
+    assert " = 12 configurations a model, at most 28 trials " in whole and "up to 2 of each model get" in whole
     table = re.search(r"^models .*\bto go, 20% +memory a trial +tiny-llama +158,848 +31,769 ", out, re.MULTILINE)
     assert table and " tiny-qwen2 " in out
 

@@ -22,7 +22,7 @@ DOCUMENTS = (
     "README.md",
     "AGENTS.md",
     "ray_results/README.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 
 

@@ -1,4 +1,4 @@
-"""docs/gpu.md says what its records say."""
+"""docs/studies/h100/README.md says what its records say, and docs/gpu.md what it takes from there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from random_items import TASKS, random_items
 from tests.cost_model.test_memory_on_a_gpu import STUDY, record
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 
-PAGE = (STUDY.parents[1] / "gpu.md").read_text(encoding="utf-8")
+PAGE = (STUDY / "README.md").read_text(encoding="utf-8")
+SHORT = (STUDY.parents[1] / "gpu.md").read_text(encoding="utf-8")
 GIB = 2**30
 
 
@@ -147,3 +148,20 @@ def test_forecast_of_the_grid():
     )
     assert f"{trial:.0f} seconds for a trial ({zero_shot:.0f} of zero-shot, {text:.0f} of perplexity)" in PAGE
     assert f"takes {dense:.0f} seconds, the way HFLM runs it {hflm:.0f} ({hflm / dense:.1f} times as long)" in PAGE
+
+
+def test_the_short_page_says_what_the_study_says():
+    seconds = {name: row["seconds"] for name, row in rows("bench_gpu").items() if "perplexity" in name}
+    free, aligned = (seconds[f"{kind}: perplexity"] / seconds["dense: perplexity"] for kind in ("free", "aligned"))
+    assert f"takes {aligned:.0%} of the original's time; in shape `free` {free:.1f} times as long" in SHORT
+    measured = {row["measured"]: row for row in record("bench_gpu_plan")["measurements"] if "measured" in row}
+    odd, _, even = sorted(value for name, value in measured["widths"].items() if name != "measured")
+    assert f"11,469 channels reach {odd / 1e12:.0f} TFLOP/s, of 11,520 (a multiple of 64) {even / 1e12:.0f}" in SHORT
+    assert f"{measured['sharing']['ratio']:.2f} of one trial's tokens a second" in SHORT
+    pageable, pinned = (measured["transfers"][f"{way}_to_device_bytes_per_s"] / 1e9 for way in ("pageable", "pinned"))
+    assert f"{pageable:.1f} GB/s, where pinned memory would give {pinned:.0f}" in SHORT
+    gains = [row["kernel_by_kernel"]["s"] / row["graph"]["s"] for row in record("training_step")["steps"]]
+    assert f"{min(gains):.1f} to {max(gains):.1f} times as fast" in SHORT
+    (grid,) = re.findall(r"\*\*(\d+) minutes on one H100\*\*", PAGE)
+    ((dense, hflm),) = re.findall(r"takes (\d+) seconds, the way HFLM runs it (\d+)", PAGE)
+    assert f"**{grid} minutes** on an H100" in SHORT and f"takes {dense} seconds, with lm-eval's HFLM {hflm}" in SHORT

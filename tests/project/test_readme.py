@@ -62,7 +62,7 @@ def test_every_hyperparameter_is_named() -> None:
 
 def test_every_benchmark_named_is_there() -> None:
     named = set(re.findall(r"scripts/(bench_\w+\.py)", README))
-    assert named <= {path.name for path in (ROOT / "scripts").glob("bench_*.py")}  # docs/costs.md names all
+    assert named <= {path.name for path in (ROOT / "scripts").glob("bench_*.py")}  # docs/studies/costs.md names all
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)", README))))

@@ -17,7 +17,7 @@ from tune_prune.pruning.methods import load_method, method_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
 ]
 ROOMS = ("tune_prune", "scripts", "tests")
@@ -50,7 +50,7 @@ def use_row(row: Hyperparameter) -> str:
 def test_every_key_of_a_search_space_is_described() -> None:
     rows = [build(row) for build in (hyperparameter_row, use_row) for row in HYPERPARAMETERS.values()]
     assert [row for row in rows if row not in SPACES] == []
-    keys = re.findall(r"^\| `(\w+)` \|", SPACES, re.MULTILINE)
+    keys = re.findall(r"^\| `(\w+)` \|", SPACES.partition("## How it is searched")[2], re.MULTILINE)
     assert keys == ["search", "num_trials", *HYPERPARAMETERS, *HYPERPARAMETERS]
 
 
@@ -85,7 +85,7 @@ def test_lists_of_hyperparameters_are_whole(name: str, beginning: str) -> None:
 
 
 def test_every_benchmark_is_described() -> None:
-    page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "studies" / "costs.md").read_text(encoding="utf-8")
     scripts = {path.name for path in (ROOT / "scripts").glob("bench_*.py")} - {"bench_common.py", "bench_lm_eval.py"}
     assert set(re.findall(r"`python scripts/(bench_\w+\.py)`", page)) == scripts
 

@@ -85,5 +85,5 @@ def test_the_page_has_what_the_studys_grid_gives(tmp_path: Path, capsys: pytest.
     stopped, saved = (f"{row[name]:.1%}" for name in ("stopped_share", "seconds_saved_share"))
     assert re.search(rf"^grid +45 +{stopped} +0 +0 +0 +{saved}$", capsys.readouterr().out, re.MULTILINE)
     assert row["winners_stopped"] == {"accuracy": 0, "gold_logprob": 0, "kl": 0}
-    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    assert f"| SmolLM2-135M ([grid.csv](studies/smollm2-135m/grid.csv)) | 45 | {stopped} | {saved} | none |" in page
+    page = (ROOT / "docs" / "studies" / "methods.md").read_text(encoding="utf-8")
+    assert f"| SmolLM2-135M ([grid.csv](smollm2-135m/grid.csv)) | 45 | {stopped} | {saved} | none |" in page

@@ -54,7 +54,7 @@ def test_configurations_that_differ_in_anything_are_two() -> None:
 
 
 def test_the_page_has_the_winners_that_were_found() -> None:
-    page = (ROOT / "docs" / "draws.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "studies" / "draws.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "winners_by_draw.json").read_text(encoding="utf-8"))
     for row in rows:
         points = f"{row['lost_points']:.2f} | {row['optimistic_points']:.2f}"

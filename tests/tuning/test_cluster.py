@@ -125,14 +125,14 @@ def test_a_cluster_with_a_token_lets_nobody_in_without_it(cluster, tmp_path) -> 
 @pytest.mark.slow
 def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
     address, environment = cluster
-    (dry, command) = [command for command in COMMANDS if "tune_prune.search" in command]
+    (dry, command) = [command for command in COMMANDS if command.startswith("tune-prune search")]
     assert dry == f"{command} --dry-run"
     space = tmp_path / "one.yaml"
     space.write_text("search: grid\nmethod: random\nseq_len: 16\nnum_samples: 8\n")
     places = {"/shared": tmp_path / "not" / "yet", "smoke": space, "auto": address}
     for word, place in places.items():
         command = command.replace(word, str(place))
-    argv = [*shlex.split(command)[3:], "--tasks", "boolq", "--limit", "2", "--verbose"]
+    argv = [*shlex.split(command)[2:], "--tasks", "boolq", "--limit", "2", "--verbose"]
     done = subprocess.run(
         [sys.executable, "-c", OFF_THE_HEAD, *argv],
         env=environment,

@@ -84,8 +84,9 @@ def _shared(plan: Plan, labels: list[str]) -> list[Row]:
     """What is done once for all trials of a model."""
     groups = {name: len(plan.space.values[name]) for name in ("seq_len", "seed", "calibration")}
     per = [name for name, count in groups.items() if count > 1 or name == "seq_len"]
-    runs = f"{'' if plan.space.search == 'grid' else 'at most '}{prod(groups.values())}"
-    made = f"; {runs} runs of the sample text for each of: {listed(labels)} (one per {listed(per)})" * bool(labels)
+    count = prod(groups.values())
+    runs = f"{'' if plan.space.search == 'grid' else 'at most '}{count} run{'s' * (count > 1)}"
+    made = f"; {runs} of the sample text for each of: {listed(labels)} (one per {listed(per)})" * bool(labels)
     return [("shared", f"by the trials of a model: the test of the original{made}")]
 
 

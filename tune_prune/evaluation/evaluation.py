@@ -39,7 +39,7 @@ class Evaluation:
     @property
     def acc_mean_stderr(self) -> float:
         """Of `acc_mean`: sqrt(sum of the tasks' squared errors) / number of tasks; nan where a task has a single item. A task of
-        which all items are right, or none, has the error of Wilson's interval; the record has 0 (docs/methods.md)."""
+        which all items are right, or none, has the error of Wilson's interval; the record has 0 (docs/analysis.md)."""
         return self._errors["acc_mean_stderr"]
 
     @cached_property

@@ -8,7 +8,7 @@ Where a configuration has no items, or other ones, its error is an independent n
 configurations were measured on several draws of calibration samples, each one's error has a part of its own for them (`draws`).
 
 Nothing of K x K numbers is held at once, and no draw of the bootstrap is compared with all configurations where a bound says
-that it need not be (`_reaching`): 5,000 configurations take seconds (docs/scale.md).
+that it need not be (`_reaching`): 5,000 configurations take seconds (docs/studies/scale.md).
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ from tune_prune.core.values.measures import ACCURACY_DIGITS
 
 SEED = "seed"  # the hyperparameter whose values are draws
 FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases
-ADDED_FREEDOM = 0.5  # with which intervals of few degrees of freedom cover what they say, on average (docs/draws.md)
+ADDED_FREEDOM = (
+    0.5  # with which intervals of few degrees of freedom cover what they say, on average (docs/studies/draws.md)
+)
 RISK = 0.03  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
 FIRST = 4  # configurations whose second draw tells first how far draws lie apart
 # Where trials are complete and nothing is eligible

@@ -97,7 +97,7 @@ class RequestScores:
 
 def default_batch_tokens(config: PretrainedConfig, device: str) -> int:
     """Tokens per forward pass on "cpu" or "cuda": a CPU wants batches whose activations stay in its caches, a GPU large ones, but
-    no larger than keeps its arithmetic busy, as padding grows with them (docs/gpu.md has measurements)."""
+    no larger than keeps its arithmetic busy, as padding grows with them (docs/studies/h100 has measurements)."""
     if device == "cuda":
         return min(16_384, 2**25 // config.hidden_size)
     return 1024 if config.hidden_size < 256 else 512

@@ -1,0 +1,155 @@
+"""README's chart and table, from committed results alone: SmolLM2-135M with 20% of its parameters removed, in several ways.
+
+    python scripts/front_chart.py                      prints the table, draws docs/figures/front_chart.png
+    python scripts/front_chart.py --output chart.svg
+
+Every number is of docs/studies/smollm2-135m: single trials in its CSV files, tables of scripts/quality_table.py in its JSON files.
+Perplexity of several runs is their geometric mean. The picture says in its metadata which table it was drawn with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, geometric_mean
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from tune_prune.analysis.figures.figure_style import BLUE, GREY, ORANGE, SKY
+from tune_prune.cli.flags import output_file
+from tune_prune.core.files import atomic_write_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDY = ROOT / "docs" / "studies" / "smollm2-135m"
+HEAD = ("", "Perplexity", "Distance on text", "Distance on questions", "Runs")
+RUNS = {1: "one run", 3: "three runs"}
+WIDTH, HEIGHT, DPI = 6.4, 3.2, 150  # 960 x 480 pixels
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str  # in the table
+    chart: str  # beside the bar; "" for a row of the table alone
+    colour: str
+    ppl: float
+    kl_text: float
+    kl_tasks: float
+    runs: int | None
+
+
+def original() -> tuple[float, float, float, None]:
+    return json.loads((STUDY / "dense.json").read_text(encoding="utf-8"))["ppl"], 0.0, 0.0, None
+
+
+def of_trials(file: str, method: str, seq_len: int, num_samples: int) -> tuple[float, float, float, int]:
+    """Perplexity, distances and runs of one configuration, from the CSV file of its trials."""
+    asked = [method, str(seq_len), str(num_samples)]
+    with (STUDY / f"{file}.csv").open(encoding="utf-8", newline="") as trials:
+        own = [r for r in csv.DictReader(trials) if [r["method"], r["seq_len"], r["num_samples"]] == asked]
+    ppl, text, tasks = ([float(row[name]) for row in own] for name in ("ppl", "kl_text", "kl_tasks"))
+    return geometric_mean(ppl), fmean(text), fmean(tasks), len(own)
+
+
+def of_table(file: str, name: str) -> tuple[float, float, float, int]:
+    """The same from a table of means."""
+    rows = json.loads((STUDY / f"{file}.json").read_text(encoding="utf-8"))
+    (row,) = (row for row in rows if row["configuration"] == name)
+    return row["ppl"], row["kl_text"], row["kl_tasks"], row["draws"]
+
+
+def rows() -> list[Row]:
+    two_steps = "gate_fisher-s128-n512-least_squares-t131072"
+    best = "gate_fisher in two steps, questions in the sample text, repair, 400 training steps"
+    grid = "best of the published grid by"
+    return [
+        Row("original", "original", GREY, *original()),
+        Row(
+            best.replace("gate_fisher", "**best recipe**: `gate_fisher`"),
+            "best recipe: gate_fisher in two steps,\nquestions in the sample text, repair,\n400 training steps",
+            BLUE,
+            *of_table("quality_two_steps_trained", f"{two_steps}-lora-i400-e0.003-k2"),
+        ),
+        Row("the same without training", "", BLUE, *of_table("quality_two_steps", f"{two_steps}-k2")),
+        Row(
+            "**recommended**: `gate_fisher` and repair, no training",
+            "recommended: gate_fisher\nand repair, no training",
+            SKY,
+            *of_table("quality_draws", "gate_fisher-s128-n128-least_squares"),
+        ),
+        Row(
+            f"{grid} perplexity (`taylor`)",
+            f"{grid}\nperplexity: taylor",
+            ORANGE,
+            *of_trials("contenders", "taylor", 256, 128),
+        ),
+        Row(
+            f"{grid} right answers (`layerwise`)",
+            f"{grid}\nright answers: layerwise",
+            ORANGE,
+            *of_trials("contenders", "layerwise", 32, 256),
+        ),
+        Row("random removal", "", GREY, *of_trials("control", "random", 16, 128)),
+    ]
+
+
+def shown(ppl: float) -> str:
+    return f"{ppl:.1f}" if ppl < 1000 else f"{ppl:,.0f}"
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| " + " | ".join(HEAD).lstrip() + " |", "|---" * len(HEAD) + "|"]
+    for row in rows:
+        distances = [f"{value:.2f}" if row.runs else "0" for value in (row.kl_text, row.kl_tasks)]
+        cells = [row.label, shown(row.ppl), *distances, str(row.runs or "")]
+        lines.append("| " + " | ".join(cells).rstrip() + " |")
+    return "\n".join(lines)
+
+
+def chart(rows: list[Row], kind: str) -> bytes:
+    """The chart as a PNG or SVG file, the same bytes each time."""
+    bars = [row for row in rows if row.chart]
+    (random,) = (row for row in rows if row.label == "random removal")
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "front_chart"}):
+        figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white", layout="constrained")
+        axes = figure.add_subplot()
+        drawn = axes.barh(range(len(bars)), [row.ppl for row in bars], 0.62, color=[row.colour for row in bars])
+        axes.bar_label(drawn, [shown(row.ppl) for row in bars], padding=4, fontsize=9, fontweight="bold")
+        axes.set_yticks(range(len(bars)), [row.chart + (f" ({RUNS[row.runs]})" if row.runs else "") for row in bars])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(f"perplexity on WikiText-2: lower is better (random removal: {shown(random.ppl)})")
+        figure.suptitle("SmolLM2-135M with 20% of its parameters removed", fontsize=10, fontweight="bold")
+        content = io.BytesIO()
+        own = {"Software": None} if kind == "png" else {"Date": None}
+        figure.savefig(content, format=kind, metadata={"Description": table(rows), **own})
+    return content.getvalue()
+
+
+def picture(text: str) -> Path:
+    path = output_file(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text} is no picture; give a name that ends in .png or .svg")
+    return path
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    path = ROOT / "docs" / "figures" / "front_chart.png"
+    parser.add_argument("--output", type=picture, default=path, metavar="FILE", help="a .png or .svg file")
+    args = parser.parse_args(argv)
+    found = rows()
+    atomic_write_bytes(args.output, chart(found, args.output.suffix[1:]))
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
