@@ -55,7 +55,9 @@ def test_perplexities_are_those_of_the_records() -> None:
         "original": json.loads((STUDY / "dense.json").read_text(encoding="utf-8"))["ppl"],
         "best method of the": recorded("grid", "taylor-s256-n128"),
         "a better method": recorded("draws", "gate_fisher-s128-n128-least_squares"),
-        "the best recipe": recorded("two_steps_trained", "gate_fisher-s128-n512-least_squares-t131072-lora-i400-e0.003-k2"),
+        "the best recipe": recorded(
+            "two_steps_trained", "gate_fisher-s128-n512-least_squares-t131072-lora-i400-e0.003-k2"
+        ),
     }
     for row, value in rows.items():
         assert re.search(rf"^\| {row}.* \| {value:.1f} \|$", QUESTIONS, re.MULTILINE), (row, value)
