@@ -270,7 +270,7 @@ def test_tasks_without_right_choices_are_refused_before_a_search(tmp_path):
             "--draws-by gold_logprob",
             r"^--draws-by gold_logprob compares .* cloze, last have .*use --draws-by accuracy, or",
         ),
-        ("--kl-filter", r"^--kl-filter compares .* cloze, last have none .*leave it out, or add"),
+        ("--kl-filter", r"^--kl-filter measures .* cloze, last have none .*leave it out, or add"),
     ):
         checks.check_right_choices(run("cloze", "quiz"), flag)
         with pytest.raises(UserError, match=said):
