@@ -89,7 +89,7 @@ def parser() -> Parser:
     how.add_argument(
         "--format", choices=("hf", "hf-padded", "gguf"), default="hf", metavar="FORMAT",
         help="""the files (default: %(default)s)
-        hf         for transformers; of shape uniform for vLLM and others, too
+        hf         for transformers and vLLM; of shape uniform for the others, too
         hf-padded  a plain model of its family, zeros fill it up: hardly smaller
         gguf       for llama.cpp and Ollama""",
     )  # fmt: skip

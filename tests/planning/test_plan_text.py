@@ -35,7 +35,7 @@ def test_ten_lines_answer_what_is_asked_first(plan_text: Callable[..., str]) -> 
     assert re.fullmatch(r"[\dhms.]+ to [\dhms.]+; by the speed measured here", found["time"])
     assert re.fullmatch(r"\d+ MiB a trial: fits \(\S+ [MGT]iB are free\)", found["memory"])
     assert found["model"] == f"{total:,} parameters, {int(0.2 * total):,} of them to go"
-    assert found["tests"] == "perplexity on the embedded text; 7 benchmarks, all questions"
+    assert found["tests"] == "perplexity on the embedded text; 7 toy benchmarks, all questions"
     assert found["results"] == "ray_results/tiny-llama-20-smoke" and found["details"].startswith("--verbose ")
 
 

@@ -68,7 +68,7 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert f"{kv_heads} x {group:,}" in row and f"{config['intermediate_size']} x {3 * hidden:,}" in row
     assert "3 methods x 2 seq_len x 1 num_samples = 6 configurations a model, 6 trials" in out
     assert "experiment   ray_results/tiny-llama-25-smoke-limit10\n" in out
-    assert "; 2 benchmarks (piqa, boolq), at most 10 questions each\n" in out
+    assert "; 2 toy benchmarks (piqa, boolq), at most 10 questions each\n" in out
     assert "stages       importance, removal, pruning, kl, perplexity, zero-shot " in out
     assert ": 6.25% / 12.5% / 25% / 50% / 100% of all questions\n" in out
     assert "a trial takes 1 CPU, 0 GPU and about" in out and f"; {CPUS} at once;" in out

@@ -174,7 +174,8 @@ def tests(run: ModelRun) -> str:
     count, most = len(protocol.tasks), protocol.limit
     questions = "all questions" if most is None else f"at most {most:,} question{'s' * (most > 1)} each"
     names = f" ({listed(protocol.tasks)})" if count <= NAMED_TESTS else ""
-    return f"perplexity on {perplexity_text_of(run)}; {count} benchmark{'s' * (count > 1)}{names}, {questions}"
+    toy = "toy " * (perplexity_text_name(run) == "embedded")  # their questions are no more than named like the real ones
+    return f"perplexity on {perplexity_text_of(run)}; {count} {toy}benchmark{'s' * (count > 1)}{names}, {questions}"
 
 
 def perplexity_text_of(run: ModelRun) -> str:
@@ -205,7 +206,7 @@ def _of_shape(shape: str, large: bool) -> str:
     if kind == "free":
         return "for transformers" + "; slow on a GPU, where --shape aligned takes a third of the time" * large
     if kind == "aligned":
-        return "fast on a GPU, quantises well; for vLLM choose --shape uniform"
+        return "fast on a GPU, quantises well; to load without extra code choose --shape uniform"
     odd = large and alignment(shape) is None
     return "loads in whatever loads the family, as vLLM" + "; slow on a GPU, faster with --align 256" * odd
 

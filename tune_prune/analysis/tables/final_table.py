@@ -91,7 +91,8 @@ def _best_trials(findings: Findings, verdict: Verdict, every: Table, top: int) -
         ]
     rows.sort(key=lambda row: row["rank"])
     first = {(row["method"], row["training"]): row["rank"] for row in reversed(rows)}
-    shown = [row for row in rows if row["rank"] <= top or row["rank"] == first[row["method"], row["training"]]]
+    few = len(rows) <= 2 * top
+    shown = [row for row in rows if few or row["rank"] <= top or row["rank"] == first[row["method"], row["training"]]]
     found, parts = verdict.members[0], [counts(one.model) for one in verdict.members]
     title = f"{verdict.model}: {'; trained: '.join(parts)}"
     if len(shown) < len(rows):

@@ -92,9 +92,9 @@ HYPERPARAMETERS = {
         Hyperparameter(
             "shape", "Shape", ShapeName(), "aligned",
             "where it will run\n"
-            "free     transformers, llama.cpp: any widths, can be slow on a GPU\n"
+            "free     transformers, vLLM, llama.cpp: any widths, can be slow on a GPU\n"
             "aligned  the same, fast on a GPU: MLP widths in multiples of --align\n"
-            "uniform  vLLM, too: a plain model of its family, all layers alike", "selection", "free",
+            "uniform  everywhere: a plain model of its family, all layers alike", "selection", "free",
         ),
         Hyperparameter(
             "seed", "Seed", Whole(0, 2**32 - 1), "1",
