@@ -267,8 +267,8 @@ def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
     for name, value in asked.items():
         if value != said[name]:
             raise UserError(
-                f"{_flag(name)} is {value}, but {args.config} says {said[name]}; leave the flag out, or leave --config out and "
-                "give all flags"
+                f"{_flag(name)} is {value}, but {args.config} says {said[name]}; leave the flag out, search again with that value, "
+                "or leave --config out and give all flags"
             )
 
 

@@ -174,7 +174,9 @@ def tests(run: ModelRun) -> str:
     count, most = len(protocol.tasks), protocol.limit
     questions = "all questions" if most is None else f"at most {most:,} question{'s' * (most > 1)} each"
     names = f" ({listed(protocol.tasks)})" if count <= NAMED_TESTS else ""
-    toy = "toy " * (perplexity_text_name(run) == "embedded")  # their questions are no more than named like the real ones
+    toy = "toy " * (
+        perplexity_text_name(run) == "embedded"
+    )  # their questions are no more than named like the real ones
     return f"perplexity on {perplexity_text_of(run)}; {count} {toy}benchmark{'s' * (count > 1)}{names}, {questions}"
 
 

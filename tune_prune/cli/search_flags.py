@@ -74,7 +74,7 @@ def parser() -> Parser:
     )  # fmt: skip
     what.add_argument(
         "--objective", choices=tuple(MEASURES), default="accuracy", metavar="SCORE",
-        help="""the score that makes a configuration the best, for optuna and at the end (default: %(default)s)
+        help="""what optuna looks for and chooses the best by; after a grid: analysis --rule (default: %(default)s)
         accuracy      share of questions answered right
         perplexity    how well it predicts text
         gold_logprob  how likely it finds the right answers; tells models apart where accuracy is guessing

@@ -305,8 +305,9 @@ def _notes(
     model: PreTrainedModel, family: Family, architecture: Architecture, sizes: Sequence[LayerWidths]
 ) -> Iterator[str]:
     if architecture.per_layer:
-        name = architecture.name
-        yield f"its layers differ, so llama.cpp reads it as architecture {name}, and other readers of GGUF files may refuse it"
+        alike = len({(size.kv_heads, size.channels) for size in sizes}) == 1
+        why = "its heads no longer fill the hidden size" if alike else "its layers differ"
+        yield f"{why}, so llama.cpp reads it as architecture {architecture.name}, and other readers of GGUF files may refuse it"
     gone = {"an MLP": f"{STAND_IN} channels"} | ({"attention": "one head"} if architecture.fused else {})
     for what, stand_in in gone.items():
         layers = [str(i) for i, size in enumerate(sizes) if not (size.channels if what == "an MLP" else size.kv_heads)]

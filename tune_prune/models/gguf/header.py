@@ -23,6 +23,7 @@ from tune_prune.models.weight_files import check_pointers
 
 # Architecture -> whether rows of q and k that turn together are neighbours (transformers has them half a head apart).
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+FOR_LLAMA_CPP = ("deci", "openelm", "smollm3")  # what checkpoint.gguf also writes (docs/checkpoints.md)
 
 # Settings of an architecture that transformers makes a config of, or that change nothing, and others that are looked at here.
 _WHOLE = (
@@ -156,7 +157,10 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     if values.get("general.type", "model") != "model":
         return f"it holds no model but a part of one (general.type {values['general.type']!r:.60})"
     if arch not in ARCHITECTURES or arch not in FAMILIES:
-        return f"its architecture {arch!r:.60} is none of those that are read ({known})"
+        by_us = "; llama-perplexity tests such a file, or save the same model without --format gguf" * (
+            arch in FOR_LLAMA_CPP
+        )
+        return f"its architecture {arch!r:.60} is none of those that are read ({known}){by_us}"
     for name, expected in {**{f"{arch}.{setting}": of for setting, of in _READ.items()}, **_OTHERS}.items():
         if name in values and type(values[name]) is not expected:
             return f"it sets {name} to {values[name]!r:.60}, which is no {_KINDS[expected]}"
