@@ -152,9 +152,10 @@ def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]
 
 @pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
 def test_help_is_one_screen_and_help_all_has_every_flag(
-    parser: Callable[[], Parser], capsys: pytest.CaptureFixture[str]
+    parser: Callable[[], Parser], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all that is said of a flag; --help has the first paragraph of it, and names --help-all in its last line."""
+    monkeypatch.setenv("COLUMNS", "100")
     p = parser()
     screen, everything = p.format_help().splitlines(), p.format_help_all()
     assert len(screen) <= 40 and max(map(len, [*screen, *everything.splitlines()])) <= 100

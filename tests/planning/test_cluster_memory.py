@@ -107,7 +107,7 @@ def test_hidden_states_wait_where_the_node_with_least_room_has_some(planned) -> 
     large = node("large", MUCH)
     assert planned(large, node("small", MUCH, file_room=in_file.away), **tight).memory == in_file
     with pytest.raises(
-        UserError, match=r"are free for them in the folder for temporary files of node small: set TMPDIR"
+        UserError, match=r"MiB in the folder for temporary files of node small, where .* MiB are free: set TMPDIR"
     ):
         planned(large, node("small", MUCH, file_room=in_file.away - 1), **tight)
 

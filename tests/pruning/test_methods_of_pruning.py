@@ -140,7 +140,7 @@ def test_a_method_without_data_is_asked_for_none(tmp_path: Path, capfd: pytest.C
     argv = ["--model", "tiny-llama", "--method", "magnitude", "--shape", "aligned-16", "--removal-divisor", "3"]
     assert prune.main([*argv, "--output", str(tmp_path / "first")]) == 0
     card = (tmp_path / "first" / "README.md").read_text(encoding="utf-8")
-    assert "| Calibration | none: the method reads no data |" in card
+    assert "| Sample text | none: the method reads no text |" in card
     command = card.partition("tune-prune prune")[2].partition("```")[0].replace("\\\n", " ")
     assert "samples" not in command and "aligned-16" in command
     again = command.replace("DIR", str(tmp_path / "again"))

@@ -212,7 +212,7 @@ def test_a_full_disk_is_no_failure_of_the_trial(context, settings, monkeypatch, 
 
 def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, settings):
     done = worker(settings, PrepareJob(RUN)).step()
-    assert done.baseline.status == "complete" and "acc " in str(done)
+    assert done.baseline.status == "complete" and "accuracy ." in str(done)
     assert done.baseline.search_id == settings.search_id
     nowhere = replace(RUN, calibration="/no/such/text")
     refused = worker(settings, PrepareJob(nowhere, Samples(16), (Need("taylor", "", 4),))).step()
