@@ -236,6 +236,7 @@ def test_rows_with_other_items_are_left_out_by_name() -> None:
 def test_items_that_contradict_the_record_are_refused() -> None:
     items = {name: items_of({"a": "10"}) for name in ("first", "second")}
     with pytest.raises(
-        UserError, match=r"trial second have acc_mean 0\.500000, but its record says 0\.400000; restore"
+        UserError,
+        match=r"trial second in items.parquet have acc_mean 0\.500000, but its record says 0\.400000; restore",
     ):
         paired_scores(eligible(first=0.5, second=0.4), items.get)

@@ -280,7 +280,8 @@ def informative(found: ModelFindings, row: Any) -> dict[str, float]:
 
 def draws_of(found: ModelFindings, row: Any) -> dict[str, Any]:
     """How many draws of calibration samples a configuration has, and the mark of one; nothing where none has several."""
-    return {} if found.draw_variance is None else {"draws": row["draws"], "_one_draw": row["draw_share"] == 1}
+    known = found.draw_variance is not None
+    return {"draws": row["draws"], "_one_draw": known and row["draw_share"] == 1} if known or found.draws else {}
 
 
 def limits(found: ModelFindings) -> dict[str, float]:

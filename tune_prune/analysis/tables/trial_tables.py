@@ -119,8 +119,6 @@ def draws(findings: Findings) -> Table | None:
     """The configurations with several draws of calibration samples: what each draw scored, and the 95% interval of their mean."""
     rows, notes, columns = [], [], {}
     for label, found in findings.models.items():
-        if (between := found.draw_variance) is None:
-            continue
         usual = (found.model.source or {}).get("seed")
         for place, (index, row) in enumerate(found.eligible.iterrows()):
             if index not in found.draws:
@@ -137,6 +135,8 @@ def draws(findings: Findings) -> Table | None:
                 columns[seed] = Column(f"seed_{seed}", "Run's seed" if seed is None else f"Seed {seed}", "acc")
                 values[f"seed_{seed}"] = accuracy
             rows.append(configuration(found, row) | values)
+        if (between := found.draw_variance) is None:
+            continue
         note = {"model": label, "points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
         notes.append(Message("note_draw_variance", note | {"share": _share(between.interaction, between.mean_square)}))
     settings = [about.get("settings", {}) for about in findings.study.experiments.values()]
