@@ -324,7 +324,7 @@ class ModelFindings:
         first = eligible["name"].iloc[0]
         if others := self.tied[1:]:
             points = -float(self.named(others[0])["difference_points"])
-            yield Message("within_noise", {"best": first, "others": others, "points": points})
+            yield Message("within_noise", {"best": first, "others": others, "next": others[0], "points": points})
         if fit is not None and fit.naive - fit.corrected > fit.stderr:
             yield Message("selection_bias", {"naive": fit.naive, "corrected": fit.corrected})
         if self.rule != "perplexity" and self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:

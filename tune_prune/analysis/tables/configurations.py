@@ -145,7 +145,7 @@ def selection_rules(findings: Findings) -> Table:
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
     ]
-    rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
+    rules = dict.fromkeys(row["rule"] for row in rows)
     notes = [Message("note_rule", {"rule": rule, "meaning": findings.meaning(rule)}) for rule in rules]
     title = "Configurations chosen by each rule"
     return Table("selection_rules", title, columns, rows, notes, best="best_tied")

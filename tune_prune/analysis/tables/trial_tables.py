@@ -108,7 +108,7 @@ def trials(findings: Findings) -> Table:
     notes = [Message("note_trials")]
     if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
         notes.append(Message("note_stopped_early"))
-    return Table("trials", "All trials", columns, rows, notes, best="best_tied", long=True)
+    return Table("trials", "All configurations", columns, rows, notes, best="best_tied", long=True)
 
 
 def _without_draws(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def trial_tasks(findings: Findings) -> Table:
         columns.append(replace(task, label=label, format="acc3", detail=False))
     names = [name for c in columns for name in (c.key, c.stderr, c.best, c.threshold, c.items) if name]
     rows = [{name: row.get(name) for name in names} for row in table.rows if row["state"] == "complete"]
-    title = "Accuracy of all complete trials by task"
+    title = "Accuracy of all complete configurations by task"
     return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], best="best_tied", long=True)
 
 
