@@ -102,8 +102,9 @@ def compared(
         of_draws = np.mean([own.mean(axis=1) for own in by_task.values()], axis=0)
         parts.append((of_draws, interaction(by_task)["acc_mean"]))
     between = pooled(parts) if parts else None
+    spreads = [] if between is None else [(between, 1 / counts)]
     accuracies, unknown = paired.accuracies, np.full(len(counts), np.nan)
-    return accuracies, compare(accuracies, unknown, paired, generator, resamples, between, 1 / counts), between
+    return accuracies, compare(accuracies, unknown, paired, generator, resamples, spreads), between
 
 
 def coverage(

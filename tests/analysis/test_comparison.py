@@ -237,6 +237,6 @@ def test_items_that_contradict_the_record_are_refused() -> None:
     items = {name: items_of({"a": "10"}) for name in ("first", "second")}
     with pytest.raises(
         UserError,
-        match=r"trial second in items\.parquet have acc_mean 0\.500000, but its record says 0\.400000; restore",
+        match=r"trial second in items.parquet have acc_mean 0\.500000, but its record says 0\.400000; restore",
     ):
         paired_scores(eligible(first=0.5, second=0.4), items.get)

@@ -57,3 +57,9 @@ def test_pdflatex_finds_nothing_too_wide(findings: Findings, tmp_path: Path) -> 
         done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
         assert done.returncode == 0, done.stdout[-2000:]
     assert not re.search(r"Overfull|Float too large", done.stdout), done.stdout
+
+
+def test_every_letter_of_the_tables_is_one_that_latex_prints(findings: Findings) -> None:
+    """What is not is written as its code point: Kendall's tau once was."""
+    text = document(list(all_tables(findings).values()))
+    assert r"Kendall's $\tau$" in text and "{[}U+" not in text

@@ -99,9 +99,9 @@ def test_sentences_as_they_read() -> None:
     assert ranks.startswith(
         "taylor has the highest mean accuracy, but the most accurate configuration is one of blockwise"
     )
-    assert said("within_noise", best="x", others=["a", "b"], points=0.123) == (
-        "x and a and b are too close to call: the next is 0.12 points behind. Take the cheapest of them with --rule "
-        "one-standard-error."
+    assert said("within_noise", best="x", others=["a", "b"], next="a", points=0.123) == (
+        "a and b cannot be told from x, the most accurate; a is 0.12 points behind. For the least sample text within one "
+        "standard error of it, use --rule one-standard-error."
     )
 
 

@@ -14,6 +14,7 @@ from tune_prune.analysis.input.rows import configuration_of
 from tune_prune.analysis.render.messages import pm, printed
 from tune_prune.analysis.render.text import fold
 from tune_prune.analysis.statistics.comparison import Comparison, compare, paired_scores
+from tune_prune.analysis.statistics.draws import shared
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
 from tune_prune.analysis.statistics.model_findings import ModelFindings
@@ -58,13 +59,14 @@ class Verdict:
         scores, _ = paired_scores(rows, first.items)
         errors, draws = (rows[name].to_numpy(np.float64) for name in ("acc_mean_stderr", "draw_stderr"))
         of_items = np.sqrt(np.maximum(0, errors**2 - np.nan_to_num(draws) ** 2))
+        between = [found.draw_variance for found in self.members]
+        control = [found.control_variances.get("acc_mean") for found in self.members]
         return compare(
             rows["acc_mean"].to_numpy(np.float64),
             of_items,
             scores,
             np.random.default_rng(seed_for(first.seed, f"bootstrap of all of {self.model}")),
-            between=next((found.draw_variance for found in self.members if found.draw_variance), None),
-            shares=rows["draw_share"].to_numpy(np.float64),
+            spreads=shared(rows, *(next((own for own in of if own), None) for of in (between, control))),
         )
 
     @property

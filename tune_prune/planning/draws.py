@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tune_prune.analysis.input.study import Study
-from tune_prune.analysis.statistics.draws import draw_variance, next_draws
+from tune_prune.analysis.statistics.draws import draw_variance, next_draws, of_control
 from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.statistics.rules import NEEDS, score, score_columns
 from tune_prune.core.config import PruningConfig
@@ -109,7 +109,7 @@ class Draws:
                 f"--draws-by {self._by} needs {NEEDS[self._by]}, which no complete trial of {found.model.label} has; use "
                 "--draws-by accuracy"
             )
-        between = draw_variance(found.draws, found.interactions, score_columns(rows, self._by))
+        between = draw_variance(of_control(found.draws, False), found.interactions, score_columns(rows, self._by))
         firsts = [self._first[key] for key in rows["key"]]
         had = np.array([len(self.given & set(self._draws[first])) for first in firsts])
         # A draw that has failed is in no mean, and never will be; what has had all its draws moves no more, as a method that reads

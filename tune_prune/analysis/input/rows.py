@@ -20,6 +20,8 @@ from tune_prune.core.values.measures import ACCURACY_DIGITS
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
+CONTROL = "random"  # the method that prunes by chance: no part of what is said of methods that read samples
+
 CALIBRATION = ("seq_len", "num_samples")  # what a gradient pass is made with; it serves every method
 
 # Items of each task's evaluation split, as lm-eval 0.4 scores them: what published accuracies are fractions of.

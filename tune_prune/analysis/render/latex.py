@@ -49,6 +49,7 @@ _COMMANDS = {
     "†": r"\textsuperscript{\dag}",
     "‡": r"\textsuperscript{\ddag}",
     "µ": r"$\mu$",
+    "τ": r"$\tau$",
 }
 _LETTERS = re.compile("[À-ÖØ-öø-ĥĨ-ķĹ-ľŁ-ňŊ-ťŨ-ž]")  # of T1 fonts, beside ASCII
 

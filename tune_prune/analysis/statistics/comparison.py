@@ -14,9 +14,10 @@ that it need not be (`_reaching`): 5,000 configurations take seconds (docs/studi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -185,8 +186,7 @@ def compare(
     outcomes: PairedScores | None,
     generator: np.random.Generator,
     draws: int = DRAWS,
-    between: DrawVariance | None = None,
-    shares: np.ndarray | float = 1.0,
+    spreads: Sequence[tuple[DrawVariance, Any]] = (),
 ) -> Comparison:
     """Tests for each configuration k that none is better, by the largest studentised difference max_j (acc_j - acc_k) / se_jk.
 
@@ -195,9 +195,9 @@ def compare(
     best with 95%, however many configurations there are: comparisons with the best (Hsu, Annals of Statistics 1984) in the
     studentised-maximum form of Mogstad, Romano, Shaikh and Wilhelm (Review of Economic Studies 2024). Where se_jk is 0 two
     configurations of the same accuracy are equal and others differ. `accuracies`, `stderrs`: [K], over items; a NaN is unknown.
-    `between` and `shares` [K]: how far draws of calibration samples lie apart, and which part of their variance each accuracy has
-    (1 over how many it is the mean of, 0 where there are none); each has an independent normal error for them, of a variance that
-    is drawn anew with every bootstrap draw.
+    `spreads`: how far draws of calibration samples lie apart, and which part of their variance each accuracy has ([K]: 1 over how
+    many it is the mean of, 0 where there are none); each has an independent normal error for them, of a variance that is drawn
+    anew with every bootstrap draw. Where draws of several populations are compared, a pair of each.
 
     The 95% are for many items: in simulated grids of 45 equal configurations, the hardest case, the set holds a given one in 92%
     with 100 items in all, 93 to 95% with 200 and 95% with 1,700. For a task of five items or fewer every configuration has an
@@ -218,13 +218,14 @@ def compare(
     if outcomes is not None:
         _bootstrap(errors, outcomes, generator)
     draw_variances = np.zeros(len(variances))
-    if between is not None:
-        draw_variances = between.variance * np.broadcast_to(shares, variances.shape)
-        variances = variances + draw_variances
-        spreads = np.sqrt(between.sampled(generator, draws))
+    for between, share in spreads:
+        shares = np.broadcast_to(np.asarray(share, np.float64), variances.shape)
+        draw_variances = draw_variances + between.variance * shares
+        sampled = np.sqrt(between.sampled(generator, draws))
         for part in _parts(draws, len(variances)):
             own = generator.standard_normal((part.stop - part.start, len(variances)))
-            errors[part] += spreads[part, None] * own * np.sqrt(shares)
+            errors[part] += sampled[part, None] * own * np.sqrt(shares)
+    variances = variances + draw_variances
     p_value, tested, of_tested = np.full(len(variances), np.nan), errors, variances
     few = np.zeros(len(variances))
     if outcomes is not None and (added := few_items_variance(map(len, outcomes.by_task.values()))):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pandas as pd
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs, kl_blocks
 from tune_prune.analysis.input.rows import config_of, configuration_of, plain_value, plain_values
-from tune_prune.analysis.statistics.draws import DrawVariance
+from tune_prune.analysis.statistics.draws import DrawVariance, added
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.values.measures import comparable
 
@@ -75,12 +76,14 @@ def measure_gaps(
     draws: Mapping[int, pd.DataFrame],
     variances: Mapping[str, DrawVariance],
     gold: Items = gold_logprobs,
+    control: Mapping[str, DrawVariance] = MappingProxyType({}),
 ) -> pd.DataFrame:
     """How far each row is from the best one in gold_logprob_mean (highest), kl_text and kl_tasks (lowest): `<measure>_gap`, own
     minus that of the best, in nats, and `<measure>_gap_stderr`. Index: that of `eligible`. No columns for what no row has.
 
     Standard errors are of the differences on the same items or blocks, averaged over the `draws` of a row, where both have them,
-    and of the `variances` between draws; else of each one's own, which have both. `gold`: `gold_logprobs`, or a GoldReader.
+    and of the `variances` between draws (`control`: those of its rows); else of each one's own, which have both. `gold`:
+    `gold_logprobs`, or a GoldReader.
     """
     found = {}
     for measure, sign in {GOLD: 1, **dict.fromkeys(TEXTS, -1)}.items():
@@ -92,9 +95,7 @@ def measure_gaps(
             row: draws[row]["output_dir"] if row in draws else [own] for row, own in eligible["output_dir"].items()
         }
         blocks = {row: mean_observed(own, measure, gold) for row, own in folders.items()}
-        of_draws = (
-            variances[measure].variance * eligible["draw_share"] if measure in variances else 0 * eligible[measure]
-        )
+        of_draws = added(eligible, variances.get(measure), control.get(measure)).fillna(0 * eligible[measure])
         found[f"{measure}_gap"] = eligible[measure] - eligible.loc[best, measure]
         own = eligible.get(f"{measure}_stderr", pd.Series(math.nan, eligible.index))
         found[f"{measure}_gap_stderr"] = pd.Series(

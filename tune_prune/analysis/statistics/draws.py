@@ -9,7 +9,8 @@ worth, and the rest, in which draws and items interact. With n items and D_c dra
 The items, of scores averaged over draws, tell the first and the last part (`comparison`). The mean square between draws of one
 configuration on the same items tells Var(b) + Var(e)/n: the interaction is in it, too, and is taken off, so that it
 counts once. Its size, Var(e)/n, is in the scores by item (analysis of variance, Searle, Casella and McCulloch 1992, 4.3).
-What is left is Var(b), pooled over all configurations with two draws or more (docs/draws.md).
+What is left is Var(b), pooled over all configurations with two draws or more; draws of the random control, which are no
+samples but choices of what to remove, have one of their own (docs/draws.md).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.items import check_items
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import INTEGERS, best_first, configuration_of
+from tune_prune.analysis.input.rows import CONTROL, INTEGERS, best_first, configuration_of
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.measures import ACCURACY_DIGITS
@@ -190,6 +191,21 @@ def draw_variance(
     return pooled(parts) if parts else None
 
 
+def of_control(several: Mapping[int, pd.DataFrame], control: bool) -> dict[int, pd.DataFrame]:
+    """The draws of CONTROL, or those of all other methods."""
+    return {index: draws for index, draws in several.items() if (draws["method"].iloc[0] == CONTROL) is control}
+
+
+def shared(
+    eligible: pd.DataFrame, between: DrawVariance | None, control: DrawVariance | None
+) -> list[tuple[DrawVariance, pd.Series]]:
+    """Each variance between draws with the part of it that the mean of each row has. `control` is that of rows of CONTROL, and
+    `between` that of all others; of all rows where `control` is None, as nothing else is known."""
+    share, own = eligible["draw_share"], control is not None and eligible["method"] == CONTROL
+    parts = [] if between is None else [(between, share if control is None else share.mask(own, 0.0))]
+    return parts if control is None else [*parts, (control, share.where(own, 0.0))]
+
+
 def moved_together(
     several: Mapping[int, pd.DataFrame], interactions: Mapping[int, Mapping[str, float]], columns: Sequence[str]
 ) -> float:
@@ -251,19 +267,28 @@ def item_errors(eligible: pd.DataFrame, interactions: Mapping[int, Mapping[str, 
     return eligible
 
 
-def with_draw_errors(eligible: pd.DataFrame, variances: Mapping[str, DrawVariance]) -> pd.DataFrame:
+def added(eligible: pd.DataFrame, between: DrawVariance | None, control: DrawVariance | None) -> pd.Series:
+    """[rows] What draws add to the variance of each mean (`shared`); NaN where nothing is known."""
+    parts = [own.variance * share for own, share in shared(eligible, between, control)]
+    return sum(parts[1:], parts[0]) if parts else pd.Series(math.nan, eligible.index)
+
+
+def with_draw_errors(
+    eligible: pd.DataFrame, variances: Mapping[str, DrawVariance], control: Mapping[str, DrawVariance]
+) -> pd.DataFrame:
     """The rows with standard errors over items and draws, and `draw_stderr`: the part of that of acc_mean that draws make, also
     of a configuration with one draw, which has the pooled variance in full, unless its method reads no seed. NaN where nobody has
     two draws."""
-    added = {
-        f"{column}{_STDERR}": np.hypot(
-            eligible[f"{column}{_STDERR}"].astype("float64"), np.sqrt(own.variance * eligible["draw_share"])
-        )
-        for column, own in variances.items()
+    of_draws = {
+        column: np.sqrt(added(eligible, variances.get(column), control.get(column)))
+        for column in dict.fromkeys(["acc_mean", *variances, *control])
     }
-    mean = variances.get("acc_mean")
-    own = math.nan if mean is None else np.sqrt(mean.variance * eligible["draw_share"])
-    return eligible.assign(**added, draw_stderr=own)
+    both = {
+        f"{column}{_STDERR}": np.hypot(eligible[f"{column}{_STDERR}"].astype("float64"), own)
+        for column, own in of_draws.items()
+        if own.notna().any()
+    }
+    return eligible.assign(**both, draw_stderr=of_draws["acc_mean"])
 
 
 def left_out(draws: Sequence[np.ndarray], number: int) -> tuple[np.ndarray, np.ndarray]:

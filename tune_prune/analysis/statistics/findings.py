@@ -139,16 +139,17 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
         if eligible.empty:
             continue
         interactions = draws.interactions(several, items)
-        variances = draws.draw_variances(several, interactions)
+        variances, control = (
+            draws.draw_variances(draws.of_control(several, own), interactions) for own in (False, True)
+        )
         # A draw with an accuracy of 1 is certain of nothing, but its mean with others has an error of its own
         eligible = rows_with_wilson_errors(draws.item_errors(eligible, interactions), sizes)
-        between = variances.get("acc_mean")
+        spreads = draws.shared(eligible, variances.get("acc_mean"), control.get("acc_mean"))
         scores, message = paired_scores(eligible, items)
         accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
         generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
-        shares = eligible["draw_share"].to_numpy()
-        comparison = compare(accuracies, stderrs, scores, generator, between=between, shares=shares)
-        eligible = draws.with_draw_errors(eligible, variances).assign(
+        comparison = compare(accuracies, stderrs, scores, generator, spreads=spreads)
+        eligible = draws.with_draw_errors(eligible, variances, control).assign(
             **measured_apart(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
             difference_stderr_points=100 * comparison.stderr(slice(0, 1))[0],
@@ -162,7 +163,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
                 f"selection rule {rule!r} needs {NEEDS[rule]}, which no complete trial of {label} has; use --rule accuracy"
             )
         models[label] = ModelFindings(
-            *(model, rule, eligible, trials, several, interactions, variances),
+            *(model, rule, eligible, trials, several, interactions, variances, control),
             *(comparison, scores, message, chosen, seed, items),
             _untrained(model, models.values()) if model.trained else None,
         )

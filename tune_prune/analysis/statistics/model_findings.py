@@ -19,7 +19,7 @@ from tune_prune.analysis.input.errors import sizes_of
 from tune_prune.analysis.input.items import guessing
 from tune_prune.analysis.input.measures import GOLD, GoldReader, dense_folder, discrimination, informative_mean
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import CALIBRATION, TASK_ITEMS
+from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, TASK_ITEMS
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics import draws
 from tune_prune.analysis.statistics.changes import MEASURES, Change, changes
@@ -54,6 +54,7 @@ class ModelFindings:
     draws: Mapping[int, pd.DataFrame]  # by the index of a row of `eligible`, its trials, where there are several
     interactions: Mapping[int, Mapping[str, float]]  # of `draws`, by accuracy (`draws.interactions`)
     draw_variances: Mapping[str, DrawVariance]  # by metric; empty where no configuration has several draws
+    control_variances: Mapping[str, DrawVariance]  # the same of CONTROL, which is no part of them
     comparison: Comparison
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
     scores_message: Message | None  # what is missing of them
@@ -235,13 +236,14 @@ class ModelFindings:
         """acc_mean of a row, and its standard error, without the uninformative tasks; NaN where there are none, or no others."""
         tasks = [task for task in self.tasks.index[:-1] if self.uninformative and task not in self.uninformative]
         columns = [f"acc_{task}" for task in tasks]
-        together = draws.moved_together(self.draws, self.interactions, columns) if tasks and self.draws else 0.0
+        several = draws.of_control(self.draws, bool(self.control_variances) and row.get("method") == CONTROL)
+        together = draws.moved_together(several, self.interactions, columns) if tasks and several else 0.0
         return informative_mean(row, tasks, together * row.get("draw_share", 0.0))
 
     @cached_property
     def measure_gaps(self) -> pd.DataFrame:
         """`differences.measure_gaps`."""
-        return measure_gaps(self.eligible, self.draws, self.draw_variances, self._gold)
+        return measure_gaps(self.eligible, self.draws, self.draw_variances, self._gold, self.control_variances)
 
     @cached_property
     def _gold(self) -> GoldReader:
@@ -322,7 +324,7 @@ class ModelFindings:
         first = eligible["name"].iloc[0]
         if others := self.tied[1:]:
             points = -float(self.named(others[0])["difference_points"])
-            yield Message("within_noise", {"best": first, "others": others, "points": points})
+            yield Message("within_noise", {"best": first, "others": others, "next": others[0], "points": points})
         if fit is not None and fit.naive - fit.corrected > fit.stderr:
             yield Message("selection_bias", {"naive": fit.naive, "corrected": fit.corrected})
         if self.rule != "perplexity" and self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:

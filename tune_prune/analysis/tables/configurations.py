@@ -145,7 +145,7 @@ def selection_rules(findings: Findings) -> Table:
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
     ]
-    rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
+    rules = dict.fromkeys(row["rule"] for row in rows)
     notes = [Message("note_rule", {"rule": rule, "meaning": findings.meaning(rule)}) for rule in rules]
     title = "Configurations chosen by each rule"
     return Table("selection_rules", title, columns, rows, notes, best="best_tied")
@@ -280,7 +280,8 @@ def informative(found: ModelFindings, row: Any) -> dict[str, float]:
 
 def draws_of(found: ModelFindings, row: Any) -> dict[str, Any]:
     """How many draws of calibration samples a configuration has, and the mark of one; nothing where none has several."""
-    return {} if found.draw_variance is None else {"draws": row["draws"], "_one_draw": row["draw_share"] == 1}
+    known = found.draw_variance is not None
+    return {"draws": row["draws"], "_one_draw": known and row["draw_share"] == 1} if known or found.draws else {}
 
 
 def limits(found: ModelFindings) -> dict[str, float]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.input.rows import CONTROL
 from tune_prune.analysis.statistics.draws import mean_perplexity
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
-from tune_prune.analysis.statistics.hyperparameters.effects import CONTROL
 from tune_prune.analysis.tables.configurations import CONFIGURATIONS, MODEL, level_format, limits
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS

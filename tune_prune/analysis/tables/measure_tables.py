@@ -3,6 +3,7 @@ what cheaper looks at a trial tell of its final accuracy."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tune_prune.analysis.input.measures import GOLD, TEXTS
@@ -40,7 +41,7 @@ def measures(findings: Findings) -> Table | None:
         for column, label in zip(MEASURES, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
     )
     pairs = [part for pair in zip(MEASURES, gap_columns, strict=True) for part in pair]
-    columns = [MODEL, CONFIGURATION, *pairs, ACCURACY, INFORMATIVE, PERPLEXITY]
+    columns = [MODEL, replace(CONFIGURATION, detail=False), *pairs, ACCURACY, INFORMATIVE, PERPLEXITY]
     notes = [Message("note_measures")]
     if any(not missing(row["acc_informative"]) for row in rows):
         notes.append(Message("note_informative"))

@@ -108,7 +108,7 @@ def trials(findings: Findings) -> Table:
     notes = [Message("note_trials")]
     if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
         notes.append(Message("note_stopped_early"))
-    return Table("trials", "All trials", columns, rows, notes, best="best_tied", long=True)
+    return Table("trials", "All configurations", columns, rows, notes, best="best_tied", long=True)
 
 
 def _without_draws(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,8 +119,6 @@ def draws(findings: Findings) -> Table | None:
     """The configurations with several draws of calibration samples: what each draw scored, and the 95% interval of their mean."""
     rows, notes, columns = [], [], {}
     for label, found in findings.models.items():
-        if (between := found.draw_variance) is None:
-            continue
         usual = (found.model.source or {}).get("seed")
         for place, (index, row) in enumerate(found.eligible.iterrows()):
             if index not in found.draws:
@@ -137,6 +135,8 @@ def draws(findings: Findings) -> Table | None:
                 columns[seed] = Column(f"seed_{seed}", "Run's seed" if seed is None else f"Seed {seed}", "acc")
                 values[f"seed_{seed}"] = accuracy
             rows.append(configuration(found, row) | values)
+        if (between := found.draw_variance) is None:
+            continue
         note = {"model": label, "points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
         notes.append(Message("note_draw_variance", note | {"share": _share(between.interaction, between.mean_square)}))
     settings = [about.get("settings", {}) for about in findings.study.experiments.values()]
@@ -164,7 +164,7 @@ def trial_tasks(findings: Findings) -> Table:
         columns.append(replace(task, label=label, format="acc3", detail=False))
     names = [name for c in columns for name in (c.key, c.stderr, c.best, c.threshold, c.items) if name]
     rows = [{name: row.get(name) for name in names} for row in table.rows if row["state"] == "complete"]
-    title = "Accuracy of all complete trials by task"
+    title = "Accuracy of all complete configurations by task"
     return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], best="best_tied", long=True)
 
 

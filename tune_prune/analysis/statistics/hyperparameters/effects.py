@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import CALIBRATION, compared
+from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, compared
 from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, levels_of, varied
 from tune_prune.core.values.measures import ACCURACY_DIGITS
 
@@ -25,7 +25,6 @@ _COLUMNS = (
     *("grad_max_ratio", "grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "removed_fraction"),
 )
 
-CONTROL = "random"  # the method that prunes by chance: far off the others, it alone would make a correlation
 MIN_ROWS = (
     10  # of a handful of points nearly any two measures correlate: of 4 random ones |r| is above .95 in one of 20
 )
@@ -263,7 +262,8 @@ def correlations(eligible: pd.DataFrame) -> tuple[Correlation, ...]:
     """Pearson's correlation of acc_mean with each of _COLUMNS that has a value at all, with Fisher's 95% interval; and Kendall's.
 
     Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
-    Rows of CONTROL are left out, and those of methods that run no gradient pass, which have no gradient columns (grad_*), of these.
+    Rows of CONTROL, far off the others, would make one and are left out, and those of methods that run no gradient pass, which
+    have no gradient columns (grad_*), of these.
     Gradient columns are the same for all methods of one gradient pass. Where they are, to within the noise of repeating that pass,
     rows are not independent evidence, and the interval is that of the correlation over passes, each with the mean accuracy of its
     rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
