@@ -340,7 +340,7 @@ def test_final_table_warns_of_trials_on_several_kinds_of_gpu(tmp_path: Path) -> 
     assert "arithmetic" not in table_of(tmp_path / "one", *records, tiny=dense())
     records[0].device_name = "NVIDIA A10"
     said = table_of(tmp_path / "two", *records, tiny=dense())
-    assert "! Trials ran on NVIDIA A10 and NVIDIA H100, whose kernels differ in the last bits" in said
+    assert "! Trials ran on NVIDIA A10 and NVIDIA H100, whose arithmetic differs in the last digits" in said
 
 
 def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:
