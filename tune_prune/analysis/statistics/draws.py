@@ -39,6 +39,7 @@ FIRST = 4  # configurations whose second draw tells first how far draws lie apar
 STOPPED_DRAWS = "every configuration has a run that was stopped early"
 _WINS = 4000  # simulated ends of a race
 _STDERR = "_stderr"
+_OF_ONE_MODEL = ("params_count", "removed_fraction")  # of the one that is kept: the first draw's
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,11 @@ def configurations(
 ) -> tuple[pd.DataFrame, dict[int, pd.DataFrame]]:
     """A row for each configuration of the eligible `trials`, best first (`rows.best_first`), and the draws of those with several.
 
-    Of several draws metrics are means, perplexity the geometric one, standard errors the root of the mean square and whole numbers
-    rounded; everything else is that of the first draw (lowest seed), whose index the row has, and so have the draws. Two columns
-    more: `draws`, and `draw_share`, the part of the variance between draws that the mean has: 1 / draws, and 0 where nothing reads
-    a seed: of methods that are `seedless`, with neither refit nor training. A configuration of which a draw in `rows` (all trials)
-    was stopped early has no row: those that went on are the lucky ones.
+    Of several draws metrics are means, perplexity the geometric one, standard errors the root of the mean square and whole
+    numbers rounded; everything else, and the size, is that of the first draw (lowest seed), whose index the row has, and so have
+    the draws. Two columns more: `draws`, and `draw_share`, the part of the variance between draws that the mean has: 1 / draws,
+    and 0 where nothing reads a seed: of methods that are `seedless`, with neither refit nor training. A configuration of which a
+    draw in `rows` (all trials) was stopped early has no row: those that went on are the lucky ones.
     """
     if SEED not in trials or trials[SEED].isna().all():
         return trials.assign(draws=1, draw_share=1.0), {}
@@ -126,7 +127,8 @@ def configurations(
     measured = [
         column
         for column in trials
-        if column not in (*HYPERPARAMETERS, "tokens", "success") and pd.api.types.is_numeric_dtype(trials[column])
+        if column not in (*HYPERPARAMETERS, "tokens", "success", *_OF_ONE_MODEL)
+        and pd.api.types.is_numeric_dtype(trials[column])
     ]
     for index, draws in several.items():
         for column in measured:

@@ -30,7 +30,14 @@ from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
 from tune_prune.analysis.statistics.fidelities import Fidelity, fidelities
 from tune_prune.analysis.statistics.hyperparameters import effects
 from tune_prune.analysis.statistics.hyperparameters.effects import Correlation, Trend
-from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, grid_size, levels_of, reading, varied
+from tune_prune.analysis.statistics.hyperparameters.factors import (
+    NUMERIC,
+    grid_size,
+    levels_of,
+    methods_reading,
+    reading,
+    varied,
+)
 from tune_prune.analysis.statistics.hyperparameters.method_pairs import method_pairs
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
@@ -143,6 +150,11 @@ class ModelFindings:
         """The eligible rows that vary with each of these factors (`factors.reading`)."""
         reads = [reading(self.eligible, self.model.rows, factor) for factor in factors]
         return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
+
+    @cached_property
+    def sampling(self) -> set[str]:
+        """The methods that read calibration samples."""
+        return methods_reading(self.model.rows, CALIBRATION[0])
 
     @cached_property
     def cross_fit(self) -> CrossFit | None:

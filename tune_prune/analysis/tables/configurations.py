@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.input.measures import GOLD
+from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.table import Column, Table, missing
@@ -140,7 +141,7 @@ def selection_rules(findings: Findings) -> Table:
         for rule, names in found.chosen.items():
             for row in map(found.named, names):
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
-                rows.append(configuration(found, row) | values)
+                rows.append(configuration(found, row) | values | unread(found, row))
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
@@ -270,7 +271,15 @@ def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
     own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.marked}
     own |= {name: row.get(name) for column in MEASURES for name in (column.key, column.stderr)}
-    return own | informative(found, row) | draws_of(found, row) | limits(found)
+    return own | unread(found, row) | informative(found, row) | draws_of(found, row) | limits(found)
+
+
+def unread(found: ModelFindings, row: Any) -> dict[str, Any]:
+    """What no table says of a configuration whose method reads no samples: their number, length and tokens."""
+    if row["method"] in found.sampling:
+        return {}
+    tokens = row["tokens"] - row["seq_len"] * row["num_samples"] * row["steps"]  # of a refit or a training
+    return dict.fromkeys(CALIBRATION, pd.NA) | {"tokens": tokens or pd.NA}
 
 
 def informative(found: ModelFindings, row: Any) -> dict[str, float]:

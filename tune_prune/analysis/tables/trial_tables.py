@@ -30,6 +30,7 @@ from tune_prune.analysis.tables.configurations import (
     informative,
     limits,
     of_model,
+    unread,
 )
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.records import in_order
@@ -77,7 +78,9 @@ def trials(findings: Findings) -> Table:
                 ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
                 state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}
                 of_draws = draws_of(found, row) | informative(found, row)
-                rows.append(_without_draws(row) | of_draws | state | {"tied": row["name"] in tied} | of_all)
+                rows.append(
+                    _without_draws(row) | unread(found, row) | of_draws | state | {"tied": row["name"] in tied} | of_all
+                )
         for row in rest.to_dict("records"):
             finite = row["success"] and math.isfinite(row["acc_mean"])
             row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
