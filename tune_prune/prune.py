@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import Once, Parser
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.methods import load_method, read_by
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
@@ -157,7 +158,8 @@ def _main(argv: list[str]) -> None:
         )
     how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
     saved = save(dense, request, folder, args.format, **how)
-    say(describe(folder, saved, dense, again(args.config, args.model, args.base)))
+    others = args.revision or args.dtype or args.memory  # which the command that is printed would have to repeat
+    say(describe(folder, saved, dense, [] if others else again(args.config, args.model, args.base)))
 
 
 def again(config: str | None, label: str | None, base: str | None = None) -> list[str]:
@@ -182,8 +184,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
 
         check_shape(dense.hf_config, request.config.shape)
     config = request.config
-    # A repair and a training read a text, too, of which the name tells
-    read = HYPERPARAMETERS if config.changes_weights else load_method(config.method).hyperparameters
+    read = read_by(config)
     say(f"prune        {request.run.label} by {config.pruning_ratio:.0%} of all parameters: {config.in_words(read)}")
     if dense.found_as:
         say(f"weights      {dense.found_as}")
@@ -195,7 +196,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters ({plan.removed_fraction:.2%})"
     say(f"removed      {removed}, {how}")
     if fmt == "hf-padded":
-        _warn_of_zeros(plan, dense, "search again" if searched else "prune")
+        _warn_of_zeros(plan, dense, "prune" if request.source is None else "search again")
     return pruned.save(folder, fmt, **options)
 
 
@@ -317,22 +318,24 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
 
 def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequence[str]) -> list[str]:
     """The block `next`: commands for this very checkpoint."""
-    from tune_prune import embedded
     from tune_prune.checkpoint.card.commands import uses
     from tune_prune.checkpoint.gguf.architecture import check_shape
+    from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
     from tune_prune.models.gguf import header
 
     steps, place = uses(folder, about, where), folder
     if about.format == "gguf":
         place = folder / next(iter(about.files))
-    elif command and about.base.model not in embedded.MODEL_NAMES:  # llama.cpp has no tokenizer of theirs
-        with contextlib.suppress(UserError):
+    elif command:
+        with contextlib.suppress(UserError):  # llama.cpp has no such layers, or no such tokenizer
             check_shape(dense.hf_config, about.config.shape)
-            steps.append(("llama.cpp", shlex.join([*command, "--format", "gguf", "--output", f"{where}-gguf"])))
+            if read_vocabulary(folder, dense.hf_config.vocab_size).model != "none":
+                steps.append(("llama.cpp", shlex.join([*command, "--format", "gguf", "--output", f"{where}-gguf"])))
     if about.format != "gguf" or header.is_read(place):
         model = where if place == folder else f"{where}/{place.name}"
         steps.append(("evaluate", shlex.join(evaluation(model, about))))
-    steps.append(("share", shlex.join(["hf", "upload", f"YOU/{folder.name}", where])))
+    name = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).strip("-.") or "model"  # as a hub takes it
+    steps.append(("share", shlex.join(["hf", "upload", f"YOU/{name}", where])))
     return [f"{'' if number else 'next':<13}{name:<11}{line}" for number, (name, line) in enumerate(steps)]
 
 

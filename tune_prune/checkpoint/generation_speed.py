@@ -291,6 +291,8 @@ def in_words(ratio: Relative) -> str:
     """How fast beside the original; where some rounds were faster and others slower, neither is said."""
     if ratio.lowest <= 1 <= ratio.highest:
         return "about as fast" if ratio.highest < _ALIKE * ratio.lowest else "not clearly faster or slower"
+    if abs(ratio.value - 1) < 0.005:
+        return "about as fast"
     if ratio.value >= 2:
         return f"{ratio.value:.1f} times as fast"
     return f"{ratio.value - 1:.0%} faster" if ratio.value > 1 else f"{1 - ratio.value:.0%} slower"

@@ -11,17 +11,15 @@ from tune_prune.checkpoint.recorded import Recorded
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.cli.plan_text import perplexity_text_of
 from tune_prune.core.records import StageReport
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.evaluation.evaluation import Evaluation
-from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.methods import read_by
 
 
 def checkpoint_line(manifest: Manifest) -> str:
     """A line for a pruned checkpoint: what it was made from, and how."""
-    read = HYPERPARAMETERS if manifest.config.changes_weights else load_method(manifest.config.method).hyperparameters
     return (
         f"checkpoint   {manifest.base.label}, {manifest.plan.removed_fraction:.1%} of its parameters removed by "
-        f"{manifest.config.in_words(read)}; its files are those that {MANIFEST} lists"
+        f"{manifest.config.in_words(read_by(manifest.config))}; its files are those that {MANIFEST} lists"
     )
 
 

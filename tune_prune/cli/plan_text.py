@@ -54,9 +54,11 @@ def lines(rows: Iterable[Row]) -> list[str]:
     """A row each, and more where it is wider than a screen: broken between words."""
     found = []
     for name, text in rows:
-        parts = textwrap.wrap(
-            text, WIDTH - _NAMES, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
-        )
+        parts = [text]
+        if "  " not in text:  # else it is a table's
+            parts = textwrap.wrap(
+                text, WIDTH - _NAMES, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+            )
         found += [f"{name if index == 0 else '':<12} {part}" for index, part in enumerate(parts)]
     return found
 
@@ -206,18 +208,22 @@ def _shape(plan: Plan) -> list[Row]:
 def _of_shape(shape: str, large: bool) -> str:
     kind = shape.partition("-")[0]
     if kind == "free":
-        return "for transformers" + "; slow on a GPU, where --shape aligned takes a third of the time" * large
+        return (
+            "any widths, for transformers, vLLM and llama.cpp"
+            + "; slow on a GPU, where --shape aligned takes a third of the time" * large
+        )
     if kind == "aligned":
         return "fast on a GPU, quantises well; to load without extra code choose --shape uniform"
     odd = large and alignment(shape) is None
-    return "loads in whatever loads the family, as vLLM" + "; slow on a GPU, faster with --align 256" * odd
+    return "loads in whatever loads the family" + "; slow on a GPU, faster with --align 256" * odd
 
 
 def _cluster(plan: Plan) -> list[Row]:
-    if not any(node.runs_trials for node in plan.nodes):
+    if not (workers := [node for node in plan.nodes if node.runs_trials]):
         return []
-    gpus = sum(node.resources.get("GPU", 0) for node in plan.nodes)
-    return [("cluster", f"{len(plan.nodes)} machines, {gpus:g} GPUs; all have the same software, models and data")]
+    gpus, many = sum(node.resources.get("GPU", 0) for node in workers), len(workers) > 1
+    machines = f"{len(workers)} machine{'s' * many} for trials, {gpus:g} GPU{'s' * (gpus != 1)}"
+    return [("cluster", machines + "; all have the same software, models and data" * many)]
 
 
 def shown_path(path: Location | str) -> str:

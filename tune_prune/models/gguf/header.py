@@ -157,8 +157,9 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     if values.get("general.type", "model") != "model":
         return f"it holds no model but a part of one (general.type {values['general.type']!r:.60})"
     if arch not in ARCHITECTURES or arch not in FAMILIES:
-        by_us = "; llama-perplexity tests such a file, or save the same model without --format gguf" * (
-            arch in FOR_LLAMA_CPP
+        by_us = (
+            "; llama-perplexity tests such a file, and one of tune_prune's is read where it is saved without --format gguf"
+            * (arch in FOR_LLAMA_CPP)
         )
         return f"its architecture {arch!r:.60} is none of those that are read ({known}){by_us}"
     for name, expected in {**{f"{arch}.{setting}": of for setting, of in _READ.items()}, **_OTHERS}.items():

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import code_digest, digest
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE
 from tune_prune.core.values.kinds import NORMALIZATIONS, SHAPES
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, load_statistic, parse
@@ -140,3 +140,17 @@ def load_method(name: str) -> Method:
     normalizations = getattr(module, "NORMALIZATIONS", NORMALIZATIONS)
     own_code = code_digest(module)
     return Method(name, tuple(module.STATISTICS), module.scores, description, own_code, read, shapes, normalizations)
+
+
+def read_by(config: PruningConfig) -> frozenset[str]:
+    """Names of the hyperparameters that make the model of this configuration what it is: those of its method and, with a repair or
+    a training, which read a text, too, those of these. All of them where the method is not installed here."""
+    try:
+        own = frozenset(load_method(config.method).hyperparameters)
+    except UserError:
+        return frozenset(HYPERPARAMETERS)
+    return (
+        own | {"calibration", "seed", *RECIPE, *(row.switch for row in RECIPE.values())}
+        if config.changes_weights
+        else own
+    )
