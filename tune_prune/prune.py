@@ -196,7 +196,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters ({plan.removed_fraction:.2%})"
     say(f"removed      {removed}, {how}")
     if fmt == "hf-padded":
-        _warn_of_zeros(plan, dense, "prune" if request.source is None else "search again")
+        _warn_of_zeros(plan, dense, "prune" if request.metrics is None else "search again")
     return pruned.save(folder, fmt, **options)
 
 
