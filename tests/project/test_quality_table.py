@@ -426,3 +426,21 @@ def test_the_page_has_what_aligned_widths_changed() -> None:
             cells += [f"{100 * mean.acc_mean:+.2f} ± {100 * error.acc_mean:.2f}"]
             removed = by_shape.loc[shape, "removed_fraction"].mean()
             assert f"| {model} | `{shape}` | {' | '.join(cells)} | {removed:.2%} |" in section
+    trials = pd.read_csv(STUDIES / "smollm2-135m" / "shapes.csv", keep_default_na=False)
+    for (method, refit), of_score in trials.groupby(["method", "compensation"]):
+        by_shape = of_score.set_index(["shape", "seed"]).drop(columns=["model", "method", "compensation"]).sort_index()
+        for shape in ("free", "aligned-64"):
+            runs = by_shape.loc[shape]
+            assert len(runs) == 3
+            mean, error = runs.mean(), runs.std() / math.sqrt(3)
+            cells = [f"{mean[name]:.{n}f} ± {error[name]:.{n}f}" for name, n in zip(changes, (3, 3, 2), strict=False)]
+            cells += [
+                f"{mean.acc_mean:.3f}".lstrip("0"),
+                f"{geometric_mean(runs.ppl):.2f}",
+                f"{mean.removed_fraction:.2%}",
+            ]
+            row = f"| `{method}` | {'no' if refit == 'none' else 'yes'} | `{shape}` | {' | '.join(cells)} |"
+            assert row in section, row
+        change = (by_shape.loc["aligned-64"] - by_shape.loc["free"])[["kl_text", "kl_tasks"]]
+        for name in change:
+            assert f"{change[name].mean():+.3f} ± {change[name].sem():.3f}" in section
