@@ -185,6 +185,8 @@ def _run(
     else:
         to_keep = {} if args.save_best else winners(results.findings)
         for name, next_command in next_commands(str(folder), to_keep, results.findings.rule):
+            if name == "report" and not results.findings.models:
+                continue  # an analysis needs a complete trial
             say(f"{name:<12} {shlex.join(next_command)}")
         say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     if results.cost:  # else a warning has said why not

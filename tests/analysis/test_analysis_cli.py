@@ -54,7 +54,7 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.search(rf"quote {score} for alpha and {score} for beta in a paper", " ".join(said.split()))
     assert out[len(said) :].splitlines()[1:4] == [
         f"keep         tune-prune prune --config {config} --output alpha-pruned",
-        "             for beta the same with the best_config.json of each",
+        "             for beta the same with the best_config.json of each and another --output",
         f"wrote        {output}/report.html, to be opened in a browser",
     ]
     assert "warning      alpha, beta: Each configuration was run once" in out

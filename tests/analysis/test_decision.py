@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings
 from tune_prune.analysis.decision import close_calls, decision
-from tune_prune.analysis.render.messages import CATALOGUE
+from tune_prune.analysis.render.messages import CATALOGUE, format_message
 from tune_prune.analysis.statistics import comparison, draws, model_findings
+from tune_prune.analysis.verdict import verdicts
 
 STEP = r"--[a-z]|Search again|Measure all|Measure them|Quote |use these|analyse that|Add the column|\{step\}"
 
@@ -25,10 +27,22 @@ def test_of_trained_and_untrained_the_better_is_kept(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100 and not re.search(r"±$|^ *±", text, re.MULTILINE)
     said = " ".join(text.split())
     assert re.findall(r"(\S+): \w+ on \d+ samples of \d+ tokens, trained", said) == ["alpha+lora", "beta+lora"]
-    assert "keep keep alpha+lora for beta+lora the same" in said
-    fits = {label: findings.models[label].cross_fit for label in ("alpha+lora", "beta+lora")}
-    expected = [(f"{fit.corrected:.4f}"[1:], label) for label, fit in fits.items() if fit is not None]
-    assert re.findall(r"(\.\d{4}) ± \.\d{4} for (\S+)", said) == expected and len(expected) == 2
+    assert said.endswith(
+        "keep keep alpha+lora for beta+lora the same with the best_config.json of each and another --output"
+    )
+    assert "quote" not in said  # the trained were chosen from all, by the same questions
+
+
+@pytest.mark.parametrize("trained", [1, 2])
+def test_a_trained_winner_is_compared_with_all(trained: int, tmp_path: Path) -> None:
+    gains = dict.fromkeys(("blockwise-s64-n512", "taylor-s16-n128")[:trained], 0.04)
+    findings = simulated_findings(tmp_path, models=("alpha",), items=60, trained=gains)
+    verdict = verdicts(findings)["alpha"]
+    close, others = len(verdict.marked) - 1, 17 + trained
+    assert verdict.winner.model.label == "alpha+lora" and 0 < close < others == len(verdict.rows) - 1
+    said = " ".join(decision(findings, {}).split())
+    assert said.endswith(f"; {close} of {others} others {'is' if close == 1 else 'are'} too close to call")
+    assert said.rpartition("; ")[2] == " ".join(verdict.line.split()).rpartition("; ")[2]
 
 
 def test_nothing_to_keep_or_to_quote_is_not_spoken_of() -> None:
@@ -53,6 +67,24 @@ def test_counts_have_one_form(tmp_path: Path, levels: list[float], said: str) ->
     of = dict(zip([("taylor", 32, 128), ("layerwise", 32, 128), ("blockwise", 32, 128)], levels, strict=False))
     found = from_csv(tmp_path, {"M": lambda *key: of.get(key, math.nan)}).models["M"]
     assert close_calls(found) == said
+
+
+def test_others_of_unknown_error_are_not_counted_as_worse(tmp_path: Path) -> None:
+    of = {"taylor": 0.63, "layerwise": 0.3, "blockwise": 0.3}
+    findings = from_csv(tmp_path, {"M": lambda method, *rest: of[method] if rest == (32, 128) else math.nan})
+    rows = findings.models["M"].eligible
+    rows.loc[rows.index[-1], "p_value"] = math.nan
+    words = "; clearly better than the other one that could be compared"
+    assert decision(findings, {}).replace("\n             ", " ").endswith(words)
+    assert " ".join(verdicts(findings)["M"].line.split()).endswith(words)
+
+
+def test_a_rule_in_use_is_not_advised(tmp_path: Path) -> None:
+    findings = simulated_findings(tmp_path, models=("alpha",), items=60)
+    found = findings.models["alpha"]
+    steps = [replace(found, rule=rule)._other_choice("kl", "perplexity") for rule in ("accuracy", "perplexity")]
+    said = [format_message(step) for step in steps]
+    assert said == ["choose with tune-prune analysis --rule perplexity", "stay with --rule perplexity"]
 
 
 def test_every_warning_ends_with_what_to_do() -> None:

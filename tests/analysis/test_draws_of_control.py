@@ -13,10 +13,13 @@ from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.markdown_csv import markdown_table
+from tune_prune.analysis.render.page import render
+from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.draws import DrawItems
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.all_tables import all_tables
+from tune_prune.analysis.tables.configurations import accuracy_notes
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.verdict import verdicts
 from tune_prune.core.records import MODEL_STAGES
@@ -108,7 +111,10 @@ def test_a_control_of_one_run_takes_what_is_known_of_the_others(study: Study) ->
     found = findings.models["alpha"]
     assert found.draw_variance is None and found.named(CONTROL)["draw_stderr"] > 0
     assert (found.eligible.loc[found.eligible["name"] != CONTROL, "draw_stderr"] == 0).all()
-    assert "seeds_one" in {message.kind for message in found.warnings}
+    assert "seeds_one" not in {message.kind for message in found.warnings}
+    assert [note.kind for note in accuracy_notes(findings)] == ["note_accuracy_experiment_draws"]
+    assert "For means of several runs" in paragraphs(findings)[0]
+    assert "mean of <b>1</b> run</span>" in render(findings, [])
     assert [row["name"] for row in all_tables(findings)["draws"].rows] == [CONTROL]
     assert verdicts(findings)["alpha"].rows is found.eligible
 

@@ -101,9 +101,15 @@ class Verdict:
         if others < 1 or close < 0:
             return []
         if close == 0:
-            return [f"clearly better than {f'all {others} others' if others > 1 else 'the other one'}"]
+            return [clearly_better(others, len(self.rows) - 1)]
         of_all = f"{close} of {others} others" if others > 1 else "the other one"
         return [f"{of_all} {'is' if close == 1 else 'are'} too close to call"]
+
+
+def clearly_better(compared: int, others: int) -> str:
+    """Than all `others`, or than those of them that were `compared`, where errors are missing."""
+    told = "" if compared == others else " that could be compared"
+    return f"clearly better than {f'all {compared} others' if compared > 1 else 'the other one'}{told}"
 
 
 def verdicts(findings: Findings) -> dict[str, Verdict]:

@@ -114,7 +114,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "binomial": any(model.binomial for model in models),
         "stated": any(model.kind == "published" and not model.binomial for model in models),
         "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
-        "draws": any(found.draw_variance is not None for found in findings.models.values()),
+        "draws": any(found.draws for found in findings.models.values()),
         "bases": {found.basis for found in findings.models.values() if len(found.eligible) > 1},
         "removed": eligible["removed_fraction"].dropna(),
         "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],

@@ -339,7 +339,8 @@ def warnings(eligible: pd.DataFrame, best: str, between: DrawVariance | None) ->
     """What other calibration samples may change, as far as that is known: of the rows with `draw_share`, the best of them by its
     rule, and how far draws lie apart."""
     if between is None:
-        yield Message("seeds_one")
+        if (eligible["draws"] == 1).all():  # else CONTROL has several
+            yield Message("seeds_one")
         return
     alone = eligible.loc[eligible["draw_share"] == 1, "name"].tolist()
     moved = 100 * math.sqrt(between.mean_square)  # on these items, as a round of --draws says it

@@ -142,7 +142,9 @@ class ModelFindings:
         return further if kind.holds(further) and further <= longest else None
 
     def _other_choice(self, *rules: str) -> Message:
-        """What to do where accuracies say nothing: choose by the first of these rules that something was measured for."""
+        """What to do where accuracies say nothing: choose by the first of these rules that something was measured for, or stay."""
+        if self.rule in rules:
+            return Message("step_stay", {"rule": self.rule})
         rule = next((name for name in rules if self.chosen[name]), None)
         return Message("step_tasks") if rule is None else Message("step_rule", {"rule": rule})
 

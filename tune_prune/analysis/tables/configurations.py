@@ -302,7 +302,7 @@ def limits(found: ModelFindings) -> dict[str, float]:
 def accuracy_notes(findings: Findings) -> list[Message]:
     """What accuracies and their standard errors are; of each model where they are not the same of all."""
     kinds = {
-        label: f"note_accuracy_{found.model.kind}{'' if found.draw_variance is None else '_draws'}"
+        label: f"note_accuracy_{found.model.kind}{'_draws' if found.draws else ''}"
         for label, found in findings.models.items()
     }
     if len(set(kinds.values())) == 1:
