@@ -123,7 +123,7 @@ sys.exit(code)' "$log.time" "$@" > "$log.txt" 2>&1
     code=$?
     peak=$(sed -n 's/.*Maximum resident set size (kbytes): //p' "$log.time")
     printf '%s\t%s\t%s\t%s\t%s\t%s\t%s\n' "$step" "$what" "$code" "$started" "$EPOCHREALTIME" "$peak" \
-        "$(sed -n 's/^memory  *a trial \([0-9.]* [A-Za-z]*\):.*/\1/p' "$log.txt" | head -n 1)" >> "$work/rows.tsv"
+        "$(sed -n 's/^memory  *\([0-9.]* [KMGT]iB\).*/\1/p' "$log.txt" | head -n 1)" >> "$work/rows.tsv"
     if [ "$code" -ne 0 ]; then
         failed=1
         echo "[$step] $what ended with code $code; its last lines ($log.txt):" >&2

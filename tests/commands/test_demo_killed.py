@@ -1,4 +1,4 @@
-"""What the README says of `make demo`: killed in the middle and run again, it ends right."""
+"""What docs/recipes.md says of `make demo`: killed in the middle and run again, it ends right."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def demo() -> list[list[str]]:
 def test_a_demo_that_was_killed_in_the_middle_ends_right_when_it_is_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "    make demo    # killed in the middle: Ctrl-C, kill -9, a power cut\n    make demo    # goes on" in readme
+    recipes = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert (
+        "    make demo    # stop it: Ctrl-C, kill -9, a power cut\n    make demo    # goes on where it was" in recipes
+    )
     _, search, *others = demo()
     ledger = Ledger(FolderStore(tmp_path / "ray_results" / NAME))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

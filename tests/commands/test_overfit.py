@@ -59,7 +59,10 @@ def test_what_fits_a_narrow_text_alone_is_found_out(tmp_path: Path, narrow: str,
     assert planted.shifts["kl_text"].change > 0 > other.shifts["kl_text"].change
     assert kind == "refit" or other.worse == ()  # a slow training does no harm elsewhere
     said = re.sub(r"\s+", " ", results.report())
-    assert re.search(rf"by the log-probability of right choices \(95%\): [^:]*{planted.after['name']}", said)
+    assert re.search(
+        rf"Right answers are less likely than without its repair or training \(95%\): [^:.]*{planted.after['name']}",
+        said,
+    )
 
 
 @pytest.mark.parametrize("kind", PARTS)

@@ -55,6 +55,6 @@ def test_a_search_that_measures_what_it_was_calibrated_on_says_so(
             record = json.loads(file.read_text())
             found[after, record["config"]["method"]] = record["metrics"].get("items_in_calibration")
         told = f"calibration text {path} holds 28 of the 28 measured questions" in screen.err + screen.out
-        at_the_end = "taylor-s16-n8 holds up to 28 of the measured items" in re.sub(r"\s+", " ", screen.out)
+        at_the_end = "taylor-s16-n8 holds up to 28 of the tested questions" in re.sub(r"\s+", " ", screen.out)
         assert told == at_the_end == (after == 0)
     assert found == {(0, "taylor"): 28, (0, "random"): None, (4, "taylor"): None, (4, "random"): None}
