@@ -84,7 +84,7 @@ def test_the_commands_are_what_the_parsers_take(step: str, tmp_path: Path, monke
 # In the place of Python: what the commands say, and of whom it is asked; everything else is Python's.
 STAND_IN = """#!/usr/bin/env bash
 case "$2$1" in
-    tune_prune.search-m) echo "memory       a trial 2.5 GiB: process 750 MiB, and so on" ;;
+    tune_prune.search-m) echo "memory       2.5 GiB a trial: fits (18.7 GiB are free)" ;;
     tune_prune.prune-m) echo "error: no such thing" && exit 3 ;;
     *scripts/make_random_model.py) echo written ;;
     *) exec "$REAL" "$@" ;;
