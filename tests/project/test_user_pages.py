@@ -32,7 +32,7 @@ LINES = [
 
 @pytest.mark.parametrize("words", LINES, ids=" ".join)
 def test_a_command_is_read(words: list[str]) -> None:
-    importlib.import_module(COMMANDS[words[0]][0]).parser().parse_args(words[1:])
+    assert vars(importlib.import_module(COMMANDS[words[0]][0]).parser().parse_args(words[1:]))  # else argparse exits
 
 
 def test_the_searches_can_be_run_one_after_the_other() -> None:

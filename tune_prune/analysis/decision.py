@@ -7,13 +7,10 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from tune_prune.analysis.input.rows import configuration_of
 from tune_prune.analysis.render.messages import format_message, names, pm, printed
 from tune_prune.analysis.render.text import fold
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
-from tune_prune.analysis.verdict import clearly_better, verdicts
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.analysis.verdict import clearly_better, in_words, verdicts
 
 _INDENT = 13  # columns before the text of a line
 _SHOWN = 20  # models that a line names
@@ -51,12 +48,10 @@ def _folded(line: str) -> str:
 def sentence(found: ModelFindings, compared: pd.DataFrame) -> str:
     """The configuration that was chosen, its accuracy and what it keeps, and how many others of those that were `compared`
     (`Verdict.rows`) are too close to call."""
-    best, rows, retained = found.best, found.model.rows, found.retained(found.best["acc_mean"])
-    shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
+    best, retained = found.best, found.retained(found.best["acc_mean"])
     kept = "" if retained is None else f", {printed(retained, 'percent')} of the original's"
     accuracy = pm(best["acc_mean"], best["acc_mean_stderr"])
-    words = configuration_of(best).in_words(shown)
-    return f"{words} ({best['name']}): accuracy {accuracy}{kept}; {close_calls(found, compared)}"
+    return f"{in_words(found)} ({best['name']}): accuracy {accuracy}{kept}; {close_calls(found, compared)}"
 
 
 def close_calls(found: ModelFindings, rows: pd.DataFrame | None = None) -> str:

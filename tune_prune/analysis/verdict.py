@@ -79,8 +79,6 @@ class Verdict:
     def line(self) -> str:
         """`best`, for the screen."""
         found, best = self.winner, self.winner.best
-        rows = found.model.rows
-        shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
         parts = [f"accuracy {pm(best['acc_mean'], best['acc_mean_stderr'])}"]
         if (runs := int(best["draws"])) > 1:
             parts[0] += f" (mean of {runs} runs with other sample text)"
@@ -93,7 +91,7 @@ class Verdict:
             value = abs(float(score(pd.DataFrame([best]), self.rule)[0]))
             shown_value = printed(-value if self.rule == "gold_logprob" else value, form)
             parts = [f"{what}, {shown_value}, as --objective asks", *parts, "the table below goes by accuracy"]
-        return fold(f"best         \t{self.model}: {configuration_of(best).in_words(shown)}: {'; '.join(parts)}")
+        return fold(f"best         \t{self.model}: {in_words(found)}: {'; '.join(parts)}")
 
     def _close(self) -> list[str]:
         """How many others are too close to the most accurate to call."""
@@ -110,6 +108,13 @@ def clearly_better(compared: int, others: int) -> str:
     """Than all `others`, or than those of them that were `compared`, where errors are missing."""
     told = "" if compared == others else " that could be compared"
     return f"clearly better than {f'all {compared} others' if compared > 1 else 'the other one'}{told}"
+
+
+def in_words(found: ModelFindings) -> str:
+    """The best configuration of a model for a person, e.g. `taylor on 128 samples of 64 tokens, repaired`."""
+    best, rows = found.best, found.model.rows
+    shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
+    return configuration_of(best).in_words(shown)
 
 
 def verdicts(findings: Findings) -> dict[str, Verdict]:

@@ -149,8 +149,6 @@ def read_by(config: PruningConfig) -> frozenset[str]:
         own = frozenset(load_method(config.method).hyperparameters)
     except UserError:
         return frozenset(HYPERPARAMETERS)
-    return (
-        own | {"calibration", "seed", *RECIPE, *(row.switch for row in RECIPE.values())}
-        if config.changes_weights
-        else own
-    )
+    if not config.changes_weights:
+        return own
+    return own | {"calibration", "seed", *RECIPE, *(row.switch for row in RECIPE.values())}
