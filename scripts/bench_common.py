@@ -24,11 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from tune_prune import __version__, embedded
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError, whole_number
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.process.machine import cpus
+from tune_prune.core.machine import cpus
 from tune_prune.data import calibration
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading

@@ -44,10 +44,10 @@ from bench_lm_eval import build_tasks, encoded_inputs, quiet
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 
-from tune_prune.cli.flags import task_names
+from tune_prune.commands.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
-from tune_prune.core.process.ending import exit_code
 from tune_prune.data.sources import task_source
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite

@@ -34,7 +34,6 @@ from make_random_model import config_of
 from random_items import HFLM_ROWS, TASKS, random_items, score_as_hflm
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from tune_prune.cost_model.memory import Shapes
 from tune_prune.evaluation.engine.prefix_trees import count_tokens, plan_rows, score_items, unsupported_reason
 from tune_prune.evaluation.engine.rows import Request, default_batch_tokens
 from tune_prune.evaluation.perplexity import perplexity
@@ -46,6 +45,7 @@ from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Need, block_removal
 from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 from tune_prune.pruning.surgery import prune
+from tune_prune.tuning.memory import Shapes
 
 WIKITEXT_TOKENS = 330_000  # of the WikiText-2 test in tokens of a 32k vocabulary
 GRID_SEQ_LEN, GRID_SAMPLES, GRID_TRIALS = (16, 32, 64, 128, 256), 512, 45  # the published grid

@@ -46,10 +46,6 @@ from make_random_model import write_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tune_prune.checkpoint import generation_speed
-from tune_prune.cost_model import estimate, own_process
-from tune_prune.cost_model.device_speed import SpeedRequest, measure
-from tune_prune.cost_model.gpus import visible_gpus
-from tune_prune.cost_model.memory import Shapes
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
@@ -61,6 +57,10 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 from tune_prune.pruning.surgery import prune
+from tune_prune.tuning import estimate, own_process
+from tune_prune.tuning.device_speed import SpeedRequest, measure
+from tune_prune.tuning.gpus import visible_gpus
+from tune_prune.tuning.memory import Shapes
 
 WIDTHS = (11_469, 11_472, 11_520)  # 80% of Mistral-7B's 14,336: free, the next multiple of 8, the next of 64
 SHARING_S = 5.0

@@ -42,18 +42,18 @@ import torch
 from bench_common import COUNT, FROM_ZERO, Subject, add_dtype, benchmark_parser, sizes_of, subject, table, write_json
 from bench_passes import removal_kinds
 
-from tune_prune.cli.flags import task_names
+from tune_prune.commands.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.ending import exit_code
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.process.ending import exit_code
-from tune_prune.core.process.machine import cpus
+from tune_prune.core.machine import cpus
 from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.evaluation.item_scores import metric_of
-from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics.block_removal import KINDS
+from tune_prune.tuning import search_space
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of a published trial, in their order.

@@ -20,15 +20,15 @@ from bench_common import Subject, benchmark_parser, counts, sizes_of, subject, t
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ModelRun, PruningConfig
-from tune_prune.core.process.ending import exit_code
-from tune_prune.cost_model.device_speed import SpeedRequest, measure
-from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
-from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.workload import by_samples, workload
+from tune_prune.core.ending import exit_code
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.selection import budget
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import prepare, run_trial
+from tune_prune.tuning.device_speed import SpeedRequest, measure
+from tune_prune.tuning.estimate import CostEstimate, ModelWork, estimate
+from tune_prune.tuning.flops import Arithmetic
+from tune_prune.tuning.workload import by_samples, workload
 
 STAGES = ("importance", "removal", "perplexity", "zero_shot")
 RATIO = 0.2

@@ -43,17 +43,17 @@ from bench_common import (
 )
 from bench_grid import run_search
 
-from tune_prune.cli.flags import task_names
+from tune_prune.commands.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
+from tune_prune.core.ending import exit_code
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
-from tune_prune.core.process.ending import exit_code
-from tune_prune.core.process.machine import cpus
+from tune_prune.core.machine import cpus
 from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
-from tune_prune.planning import search_space
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare, run_trial
+from tune_prune.tuning import search_space
 
 METHODS = ("taylor", "layerwise", "blockwise")
 MEMORY_AFTER = (10, 50, 100, 200)  # trials

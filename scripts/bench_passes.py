@@ -44,7 +44,7 @@ from bench_common import (
 )
 
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.process.ending import exit_code
+from tune_prune.core.ending import exit_code
 from tune_prune.data import calibration
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers
@@ -52,12 +52,12 @@ from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.statistics import parse
 from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor
+from tune_prune.tuning import search_space
 
 
 def removal_kinds(method: str) -> tuple[str, ...]:

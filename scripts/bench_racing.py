@@ -39,11 +39,11 @@ from bench_common import COUNT, FROM_ZERO, data_dir, table, write_json
 
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import TASK_ITEMS
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.process.ending import exit_code
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 from tune_prune.evaluation.slices import even_slices

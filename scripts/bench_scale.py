@@ -40,7 +40,7 @@ import pyarrow
 import pyarrow.parquet
 from bench_common import COUNT, counts
 
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger, file_checksum, read_baselines, write_baselines
@@ -92,13 +92,13 @@ def outcomes(configs: Sequence[PruningConfig], items: int, generator: np.random.
 
 def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> Path:
     """The experiment of so many finished trials below `folder`."""
-    from tune_prune.cli.search_flags import parser, settings_from
-    from tune_prune.planning import experiment
-    from tune_prune.planning.preflight import make_plan
+    from tune_prune.commands.search_flags import parser, settings_from
+    from tune_prune.tuning import experiment
+    from tune_prune.tuning.preflight import make_plan
 
     more = [] if limit is None else ["--limit", str(limit)]
     with contextlib.redirect_stdout(io.StringIO()):
-        code = importlib.import_module("tune_prune.search").main(search_argv(folder, len(METHODS), *more))
+        code = importlib.import_module("tune_prune.commands.search").main(search_argv(folder, len(METHODS), *more))
     assert code == 0, "the templates' search has failed"
     templates = FolderStore(folder / f"trials-{len(METHODS)}")
     argv = search_argv(folder, trials, *more)
@@ -157,8 +157,8 @@ def with_scores(items: pyarrow.Table, scores: np.ndarray) -> pyarrow.Table:
 
 
 def start(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune.cli.search_flags import parser, settings_from
-    from tune_prune.planning.preflight import make_plan
+    from tune_prune.commands.search_flags import parser, settings_from
+    from tune_prune.tuning.preflight import make_plan
 
     settings = settings_from(parser().parse_args(list(argv)))
 
@@ -170,10 +170,10 @@ def start(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
 
 
 def end(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune import results
     from tune_prune.analysis.export import write_views
     from tune_prune.analysis.input.reading import study_of_search
     from tune_prune.analysis.statistics.findings import find
+    from tune_prune.commands import results
     from tune_prune.core.store import EXPERIMENT
 
     store = FolderStore(folder)
@@ -188,21 +188,21 @@ def end(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
 
 
 def analysis(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune.analysis import command
     from tune_prune.analysis.figures import figures
     from tune_prune.analysis.render import page
+    from tune_prune.commands import analysis as command
 
     assert figures and page
     return lambda: command.main([str(folder), "--output", str(folder.parent / "analysis")])
 
 
 def message(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune.cli.search_flags import parser, settings_from
+    from tune_prune.commands.search_flags import parser, settings_from
     from tune_prune.core.records import StageReport
-    from tune_prune.cost_model.estimate import CostEstimate, ModelCost
-    from tune_prune.planning.preflight import make_plan
     from tune_prune.trial.trial import TrialProgress
+    from tune_prune.tuning.estimate import CostEstimate, ModelCost
     from tune_prune.tuning.messages import TrialMessage
+    from tune_prune.tuning.preflight import make_plan
     from tune_prune.tuning.progress import LiveLine
     from tune_prune.tuning.worker import TrialSpec
 
@@ -226,13 +226,14 @@ def message(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
 
 
 def status(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune.cli import status
+    from tune_prune.commands import status
 
     return lambda: status.shown(str(folder), ".")
 
 
 def study(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune.analysis import command, optuna_study
+    from tune_prune.analysis import optuna_study
+    from tune_prune.commands import analysis as command
 
     assert optuna_study
     return lambda: command.main([str(folder), "--export-study", str(folder.parent / "study.db"), "--overwrite"])

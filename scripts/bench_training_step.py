@@ -23,7 +23,7 @@ from make_random_model import config_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.models.families import family_of
 from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.compensation import recovery

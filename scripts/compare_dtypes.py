@@ -22,12 +22,12 @@ from typing import Any
 import pyarrow.parquet
 from bench_common import table, write_json
 
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
-from tune_prune.core.process.ending import exit_code
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, PLAN, FolderStore
 from tune_prune.pruning.groups import PruningPlan

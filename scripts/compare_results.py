@@ -26,8 +26,9 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet
 
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core import artifact_cache
+from tune_prune.core.hyperparameters import OLDER_NAMES, renamed
 from tune_prune.core.store import (
     ATTEMPTS,
     BASELINES,
@@ -41,7 +42,6 @@ from tune_prune.core.store import (
     TENSORBOARD,
     TUNE,
 )
-from tune_prune.core.values.hyperparameters import OLDER_NAMES, renamed
 
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",

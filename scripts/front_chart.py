@@ -22,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from tune_prune.analysis.figures.figure_style import BLUE, GREY, ORANGE, SKY
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.files import atomic_write_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

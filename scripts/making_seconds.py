@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.ledger import Ledger, PassLog, read_about
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import Location, location, open_store
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import Need, by_statistic, load_statistic

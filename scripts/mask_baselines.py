@@ -32,17 +32,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tune_prune
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
+from tune_prune.commands.opened import Model
+from tune_prune.core import terminal
 from tune_prune.core.config import EMBEDDED_DATA
 from tune_prune.core.errors import UserError
-from tune_prune.core.terminal import progress
 from tune_prune.data import calibration
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.runner.layer_runner import LayerRunner
-from tune_prune.opened import Model
 from tune_prune.pruning.passes.batches import batch_size
 
 BLOCK = 128  # columns whose masks SparseGPT chooses at once
@@ -99,7 +99,7 @@ def apply(model: PreTrainedModel, family: Family, windows: Tensor, share: float,
     runner = LayerRunner(model, family)
     step = batch_size(windows.shape[1], runner.device.type)
     batches = {start: windows[start : start + step] for start in range(0, len(windows), step)}
-    with progress.step("masks", lambda: runner.num_layers, "layers") as advance:
+    with terminal.step("masks", lambda: runner.num_layers, "layers") as advance:
         carried = runner.embedded(batches)
         for index, layer in runner.layers():
             linears = family.linears(layer)
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-@progress.shown()
+@terminal.shown()
 def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     asked = args.masks.split(",")
     if unknown := [name for name in asked if name not in MASKS]:

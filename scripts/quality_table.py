@@ -31,11 +31,11 @@ from making_seconds import making_seconds
 from tune_prune import load_results
 from tune_prune.analysis.input.measures import GOLD, dense_folder, gold_logprobs, kl_blocks
 from tune_prune.analysis.statistics.draws import mean_of_draws
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.kinds import Choice
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Choice
 
 MEASURES = {"kl_text": "KL text", "kl_tasks": "KL tasks", GOLD: "gold logprob"}
 

@@ -14,11 +14,11 @@ import sys
 from itertools import zip_longest
 
 import tune_prune
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
+from tune_prune.core import terminal
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError, whole_number
 from tune_prune.core.files import atomic_write_text
-from tune_prune.core.terminal import progress
 from tune_prune.data.sources import task_source
 from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models.catalog import resolve
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=output_file, required=True, metavar="FILE")
     args = parser.parse_args(argv)
     try:
-        with progress.shown():
+        with terminal.shown():
             model = tune_prune.open(args.model, data_dir=args.data_dir)
             texts = questions(model, tuple(args.tasks.split(",")), args.after, args.most)
     except UserError as error:

@@ -27,13 +27,13 @@ from bench_common import COUNT, FROM_ZERO, table
 
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import ranked
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.process.ending import exit_code
+from tune_prune.core.measures import MEASURES, measured
 from tune_prune.core.store import location
-from tune_prune.core.values.measures import MEASURES, measured
 from tune_prune.tuning.stopping.kl_filter import FACTOR, FEWEST, KLS, KlGroup
 
 WINNERS = ("accuracy", "gold_logprob", "kl")

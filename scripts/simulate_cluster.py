@@ -40,22 +40,21 @@ import torch
 from bench_common import COUNT, FROM_ZERO, counts
 from make_random_model import config_of
 
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import digest
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TENSORBOARD
-from tune_prune.cost_model.device_speed import DeviceSpeed, Line
-from tune_prune.cost_model.estimate import DISK_BYTES_PER_S, CostEstimate, ModelCost, ModelWork, estimate
-from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.models import loading
-from tune_prune.planning import search_space
 from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import by_statistic
 from tune_prune.trial.statistics import by_samples
 from tune_prune.trial.trial import TrialProgress
+from tune_prune.tuning import search_space
+from tune_prune.tuning.device_speed import DeviceSpeed, Line
+from tune_prune.tuning.estimate import DISK_BYTES_PER_S, CostEstimate, ModelCost, ModelWork, estimate
+from tune_prune.tuning.flops import Arithmetic
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
@@ -67,6 +66,7 @@ from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.stopping.rule import StoppingRule
+from tune_prune.tuning.tokens import ZeroShotTokens
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 PEAK, REACHED = 989e12, 0.4  # operations a second of an H200 in bfloat16, and what of it

@@ -33,7 +33,7 @@ from scipy.stats import chi2, norm
 
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare
 from tune_prune.analysis.statistics.draws import DrawVariance, interaction, next_draws, pooled
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.errors import whole_number
 from tune_prune.core.files import atomic_write_text, to_json
 

@@ -40,7 +40,7 @@ from tune_prune.analysis.input.measures import GOLD, TEXTS, dense_folder, gold_l
 from tune_prune.analysis.statistics.differences import paired_gap
 from tune_prune.analysis.statistics.draws import draw_variance
 from tune_prune.analysis.statistics.findings import ModelFindings
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text
 

@@ -17,10 +17,10 @@ from typing import Any
 import pandas as pd
 
 from tune_prune import load_results
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
+from tune_prune.core.ending import exit_code
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.process.ending import exit_code
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 
 def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:

@@ -33,12 +33,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.s3_server import Server, running
-from tune_prune import embedded, search
-from tune_prune.cost_model import device_speed, memory
-from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest
+from tune_prune import embedded
+from tune_prune.commands import search
 from tune_prune.data import calibration
 from tune_prune.models.families import FAMILIES
-from tune_prune.planning import plan_cost
+from tune_prune.tuning import device_speed, memory, plan_cost
+from tune_prune.tuning.device_speed import DeviceSpeed, SpeedRequest
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

@@ -27,7 +27,7 @@ from unittest import mock
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
 from tune_prune.__main__ import COMMANDS
-from tune_prune.cli import search_flags
+from tune_prune.commands import search_flags
 from tune_prune.models.catalog import HUB_ALIASES
 
 ROOT = Path(__file__).parents[1]
@@ -206,7 +206,7 @@ def package_of_contributor(folder: Path) -> Path:
             "\n\nFAMILIES |= {{row.model_type: row for row in {code}}}\n\n\ndef family_of(",
         ),
         "(\n    Hyperparameter(": (
-            "core/values/hyperparameters.py",
+            "core/hyperparameters.py",
             "\n# Older name, or other name",
             "HYPERPARAMETERS |= {{row.name: row for row in {code}}}\n\n# Older name, or other name",
         ),

@@ -13,11 +13,11 @@ from make_random_model import _parts, config_of
 from transformers import PretrainedConfig
 
 from tests.search_folders import model_folder
-from tune_prune.core.process import machine
-from tune_prune.core.process.machine import Memory
-from tune_prune.cost_model.device_speed import DeviceSpeed, Line
+from tune_prune.core import machine
+from tune_prune.core.machine import Memory
 from tune_prune.models.families import family_of
-from tune_prune.planning import plan_cost
+from tune_prune.tuning import plan_cost
+from tune_prune.tuning.device_speed import DeviceSpeed, Line
 
 GIB = 2**30
 SPEED = DeviceSpeed(

@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 
 from tests.search_folders import TINY
-from tune_prune import results
 from tune_prune.analysis.figures.figures_best import layer_table
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.tables import trial_tables
-from tune_prune.cli import prune_request, status
+from tune_prune.commands import prune_request, results, status
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.ledger import AttemptLog, Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import ZeroShotSuite
-from tune_prune.planning import experiment
-from tune_prune.planning.plan import Plan
 from tune_prune.pruning.compensation.recovery import Recovery
 from tune_prune.pruning.statistics import Need, load_statistic
+from tune_prune.tuning import experiment
+from tune_prune.tuning.plan import Plan
 
 NAME = "damaged"
 ARGV = (*TINY, "--limit", "4", "--tasks", "boolq,piqa", "--gpus-per-trial", "0", "--inline", "--name", NAME)

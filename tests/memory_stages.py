@@ -15,8 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3Config
 
 from tests.residencies import in_way
-from tune_prune.cost_model.memory import Shapes
-from tune_prune.cost_model.memory_plan import StageMemory
 from tune_prune.evaluation.divergence import head_inputs, token_divergences
 from tune_prune.evaluation.engine.prefix_trees import score_items
 from tune_prune.evaluation.engine.rows import Request
@@ -31,6 +29,8 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics.block_removal import KINDS
 from tune_prune.trial.recipe import Recipe
+from tune_prune.tuning.memory import Shapes
+from tune_prune.tuning.memory_plan import StageMemory
 
 RANK = 8  # of adapters
 # Statistic and numbers of samples; of an evaluation neither.

@@ -78,9 +78,9 @@ def forget_clients() -> None:
     """A client keeps the address and the credentials that it was made with."""
     import s3fs
 
-    from tune_prune.core.storage import objects
+    from tune_prune.core import object_storage
 
-    objects._client.cache_clear()
+    object_storage._client.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
 
 

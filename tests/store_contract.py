@@ -15,16 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from tune_prune.core import object_storage
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.storage import lease
 from tune_prune.core.store import Store
 
 HOLD = """
 import sys
 from tune_prune.core.storage import lease
 from tune_prune.core.store import open_store
-lease.LEASE_S = float(sys.argv[2])
+object_storage.LEASE_S = float(sys.argv[2])
 with open_store(sys.argv[1]).lock():
     print("held", flush=True)
     sys.stdin.read()
@@ -44,8 +44,8 @@ def other_search(store: Store, lease_s: float) -> Iterator[subprocess.Popen[str]
 class StoreContract:
     @pytest.fixture
     def short_lease(self, monkeypatch: pytest.MonkeyPatch) -> float:
-        monkeypatch.setattr(lease, "LEASE_S", 0.8)
-        return lease.LEASE_S
+        monkeypatch.setattr(object_storage, "LEASE_S", 0.8)
+        return object_storage.LEASE_S
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
@@ -209,7 +209,7 @@ class LeaseContract(StoreContract):
     ) -> None:
         with store.lock(), monkeypatch.context() as patched:
             first = store.within(".lock").get("00000001.json")
-            patched.setattr(lease.Lease, "_newest", lambda _: 1 // 0)
+            patched.setattr(object_storage.Lease, "_newest", lambda _: 1 // 0)
             time.sleep(short_lease / 2)
             assert store.within(".lock").get("00000001.json") == first
             patched.undo()
@@ -223,7 +223,7 @@ class LeaseContract(StoreContract):
         with store.lock():
             hour_ago = SimpleNamespace(time=lambda: time.time() - 3600, sleep=time.sleep, monotonic=time.monotonic)
             with monkeypatch.context() as patched:
-                patched.setattr(lease, "time", hour_ago)
+                patched.setattr(object_storage, "time", hour_ago)
                 time.sleep(short_lease / 2)
             with pytest.raises(UserError, match="another search runs"), store.lock():
                 pytest.fail("two searches run on one experiment")

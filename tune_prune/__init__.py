@@ -1,6 +1,6 @@
 """tune_prune: find the best way to prune a given large language model, by a distributed search.
 
-Its public API is tune_prune.open, .search and .load_results (tune_prune/api.py). Importing it is also all that
+Its public API is tune_prune.open, .search and .load_results (tune_prune/commands/api.py). Importing it is also all that
 AutoModelForCausalLM needs to load a pruned checkpoint without code from the checkpoint.
 """
 
@@ -11,25 +11,24 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
-    from tune_prune.api import UserError as UserError
-    from tune_prune.api import load_results as load_results
-    from tune_prune.api import open as open
-    from tune_prune.api import search as search
+    from tune_prune.commands.api import UserError as UserError
+    from tune_prune.commands.api import load_results as load_results
+    from tune_prune.commands.api import open as open
+    from tune_prune.commands.api import search as search
 
 __version__ = "0.2.0"
+_API = ("UserError", "load_results", "open", "search")
 
 
 def __getattr__(name: str) -> Any:
     """The public API, imported when it is first asked for: `import tune_prune` alone imports nothing heavy."""
-    if name in ("api", "search"):  # search is the module of the command line, which can be called
-        return importlib.import_module(f"tune_prune.{name}")
-    if name in ("UserError", "load_results", "open"):
-        return getattr(importlib.import_module("tune_prune.api"), name)
+    if name in _API:
+        return getattr(importlib.import_module("tune_prune.commands.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "UserError", "api", "load_results", "open", "search"})
+    return sorted({*globals(), *_API})
 
 
 @wrapt.when_imported("transformers.models.auto.configuration_auto")

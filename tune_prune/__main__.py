@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.process.ending import exit_code
-from tune_prune.core.terminal.escapes import say
-from tune_prune.core.terminal.parser import versions
+from tune_prune.core.parser import versions
+from tune_prune.core.terminal import say
 
 COMMANDS = {  # module, what it does
-    "search": ("tune_prune.search", "try many ways to prune a model, and test each"),
-    "analysis": ("tune_prune.analysis.command", "report on a search: which way is best, and how sure that is"),
-    "prune": ("tune_prune.prune", "save the best pruned model"),
-    "evaluate": ("tune_prune.evaluate", "test any model: perplexity and accuracy on benchmarks"),
-    "speed": ("tune_prune.speed", "measure how fast a pruned model is beside the original"),
+    "search": ("tune_prune.commands.search", "try many ways to prune a model, and test each"),
+    "analysis": ("tune_prune.commands.analysis", "report on a search: which way is best, and how sure that is"),
+    "prune": ("tune_prune.commands.prune", "save the best pruned model"),
+    "evaluate": ("tune_prune.commands.evaluate", "test any model: perplexity and accuracy on benchmarks"),
+    "speed": ("tune_prune.commands.speed", "measure how fast a pruned model is beside the original"),
 }
 HELP = "\n".join(
     [

@@ -29,7 +29,7 @@ from bench_common import table
 
 from torture.attacks import ATTACKS
 from torture.setting import GRID, SHORT, Setting, undisturbed
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 
 SHORT_ATTACKS = ("workers", "damage", "drivers", "disk")
 

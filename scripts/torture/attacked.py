@@ -207,10 +207,10 @@ def moment(chance: random.Random, most: float) -> float:
 
 def forked(search: Attacked, *more: str) -> int:
     """The process id of a child that runs the command, with `more` flags."""
-    module = importlib.import_module("tune_prune.search")
+    module = importlib.import_module("tune_prune.commands.search")
     for name in (
-        "results",
-        "planning.preflight",
+        "commands.results",
+        "tuning.preflight",
         "trial.trial",
         "evaluation.zero_shot",
         "checkpoint.save",

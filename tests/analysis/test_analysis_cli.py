@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.findings import published_folder, simulated_study
-from tune_prune.analysis import command
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics import findings
-from tune_prune.cli.prune_request import from_config
+from tune_prune.commands import analysis
+from tune_prune.commands.prune_request import from_config
 
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "datasets", "optuna")
 
@@ -25,7 +25,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The one sentence in which a command line is refused."""
 
     def run(*argv: str | Path) -> str:
-        code = command.main([*map(str, argv)])
+        code = analysis.main([*map(str, argv)])
         out, err = capsys.readouterr()
         assert (code, out) == (2, "")
         assert err.startswith("error: ") and err.count("\n") == 1
@@ -39,7 +39,7 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = simulated_study(tmp_path, failed=("taylor-s16-n128",))
     (folder / "cost.json").unlink()
     output = tmp_path / "a" / "results"
-    assert command.main([str(folder), "--output", str(output)]) == 0
+    assert analysis.main([str(folder), "--output", str(output)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "read         alpha: 18 trials (17 complete, 1 failed)" in out
@@ -69,7 +69,7 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_without: Callable[..., str]) -> None:
     """From the results file to every output: no torch, ray, lm_eval, transformers, datasets or optuna."""
-    code = "from tune_prune.analysis.command import main\nassert main(sys.argv[1:]) == 0\n"
+    code = "from tune_prune.commands.analysis import main\nassert main(sys.argv[1:]) == 0\n"
     path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
     out = run_without(HEAVY, code, "--csv", f"Llama={path}", "--output", str(tmp_path), "--lang", "zh")
     best = "best Llama: blockwise on 128 samples of 64 tokens (blockwise-s64-n128): accuracy .5980 ± .0048; 11 of 44 others are"
@@ -84,7 +84,7 @@ def test_methods_that_read_no_calibration_samples(tmp_path: Path, capsys: pytest
     row = "m,random,16,8,0.5,a,0.1\n"
     header = "model,method,seq_len,num_samples,acc_mean,output_dir,pruning_duration_s"
     (tmp_path / "results.csv").write_text(f"{header}\n{row}")
-    assert command.main(["--csv", f"m={tmp_path / 'results.csv'}", "--output", str(tmp_path / "out")]) == 0
+    assert analysis.main(["--csv", f"m={tmp_path / 'results.csv'}", "--output", str(tmp_path / "out")]) == 0
     assert "random-s16-n8" in capsys.readouterr().out
     tables = {path.stem for path in (tmp_path / "out" / "tables").glob("*.csv")}
     assert "methods" in tables and not tables & {"seq_len", "num_samples"}
@@ -93,7 +93,7 @@ def test_methods_that_read_no_calibration_samples(tmp_path: Path, capsys: pytest
 def test_help_and_usage_errors_need_nothing_at_all(run_without: Callable[..., str]) -> None:
     code = """
 import contextlib, io
-from tune_prune.analysis.command import main
+from tune_prune.commands.analysis import main
 with contextlib.suppress(SystemExit):
     main(["--help"])
 with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -136,7 +136,7 @@ def test_a_baseline_and_percent(
             monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
     path, output = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv", tmp_path / "out"
     argv = ["--csv", f"Llama={path}", "--output", str(output), "--baseline", f"Llama={written}"]
-    assert command.main([*argv, *(["--percent"] if written == "0.7" else [])]) == 0
+    assert analysis.main([*argv, *(["--percent"] if written == "0.7" else [])]) == 0
     best = json.loads((output / "best_Llama_20" / "best_config.json").read_text())
     assert best["baseline"] == {"acc_mean": 0.7} and best["acc_mean"] == pytest.approx(0.598, abs=1e-4)
     assert best["retained_accuracy"] == pytest.approx(best["acc_mean"] / 0.7)
@@ -163,7 +163,7 @@ def test_the_last_lines_save_what_the_rule_has_chosen(
         monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
     folder, output = simulated_study(tmp_path, models=("alpha",), items=20), tmp_path / "out"
     path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
-    assert command.main([str(folder), "--csv", f"Llama={path}", "--output", str(output), "--rule", "perplexity"]) == 0
+    assert analysis.main([str(folder), "--csv", f"Llama={path}", "--output", str(output), "--rule", "perplexity"]) == 0
     (line,) = re.findall(r"^keep +tune-prune prune (.*)$", capsys.readouterr().out, re.MULTILINE)
     best = output / "best_alpha_20" / "best_config.json"
     assert line == f"--config {best} --output alpha-pruned"
@@ -214,7 +214,7 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(findings, "find", interrupt)
     assert (
-        command.main([str(simulated_study(tmp_path, models=("alpha",), items=5)), "--output", str(tmp_path / "o")])
+        analysis.main([str(simulated_study(tmp_path, models=("alpha",), items=5)), "--output", str(tmp_path / "o")])
         == 130
     )
     assert "interrupted" in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
     for path in sorted((folder / "ledger").glob("*.json"))[:14]:
         path.write_text("{")
     found = findings.find(read_study([folder], []))
-    text = command.describe(replace(found, without=("gamma",)))
+    text = analysis.describe(replace(found, without=("gamma",)))
     assert text.count("\nproblem      ") + text.count("\nnote         ") == 10
     models = found.study.models.values()
     distinct = {(problem.where, problem.what) for model in models for problem in model.problems}
@@ -235,12 +235,12 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:
-    assert tuple(findings.RULES) == command.RULES
-    assert command.LANGUAGES == messages.LANGUAGES
+    assert tuple(findings.RULES) == analysis.RULES
+    assert analysis.LANGUAGES == messages.LANGUAGES
 
 
 def test_help_says_of_every_rule_what_it_chooses() -> None:
-    (flag,) = (action for action in command.parser()._actions if action.dest == "rule")
+    (flag,) = (action for action in analysis.parser()._actions if action.dest == "rule")
     assert flag.help is not None
     assert re.findall(r"^ +([\w-]+)  ", flag.help, re.MULTILINE) == list(findings.RULES)
     assert "latency" not in flag.help  # nothing here measures a column of that name

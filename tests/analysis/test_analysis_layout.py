@@ -18,7 +18,7 @@ from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.layout import folder_name, write_layout
 from tune_prune.analysis.statistics.differences import read_items
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.cli.prune_request import from_config
+from tune_prune.commands.prune_request import from_config
 from tune_prune.core.config import PruningConfig
 
 ITEMS = 30

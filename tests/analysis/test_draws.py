@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 
 from tests.findings import simulated_study
-from tune_prune.analysis.command import why_nothing
 from tune_prune.analysis.export import views
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
@@ -40,6 +39,7 @@ from tune_prune.analysis.statistics.draws import (
 from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.commands.analysis import why_nothing
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.store import METHOD_COMPARISON
 

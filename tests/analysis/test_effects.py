@@ -17,8 +17,8 @@ from statsmodels.formula.api import ols
 
 from tests.findings import published_findings
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.statistics.hyperparameters import effects
-from tune_prune.analysis.statistics.hyperparameters.factors import grid_size, varied
+from tune_prune.analysis.statistics import effects
+from tune_prune.analysis.statistics.factors import grid_size, varied
 
 METHODS = ("taylor", "layerwise", "blockwise")
 SEQ_LENS = (16, 32, 64, 128, 256)

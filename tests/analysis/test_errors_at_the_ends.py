@@ -22,13 +22,13 @@ from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.comparison import PairedScores
 from tune_prune.analysis.statistics.cross_fit import cross_fit
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.cli.evaluation_text import result_text
-from tune_prune.cli.prune_request import from_config
+from tune_prune.commands.evaluation_text import result_text
+from tune_prune.commands.prune_request import from_config
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import Ledger, read_baselines
+from tune_prune.core.measures import wilson_interval, wilson_stderr
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
-from tune_prune.core.values.measures import wilson_interval, wilson_stderr
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.evaluation.item_scores import ItemScore, summarize
 

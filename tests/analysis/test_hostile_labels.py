@@ -15,7 +15,6 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.findings import from_csv, simulated_study
-from tune_prune.analysis import command
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.results_csv import read_results_csv
@@ -26,10 +25,10 @@ from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.cli import status
+from tune_prune.commands import analysis, status
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import RESULTS, FolderStore
-from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
+from tune_prune.core.terminal import markdown, markdown_code, printable
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -234,12 +233,12 @@ def test_names_that_no_folder_can_have(column: str, value: str, says: str, tmp_p
     row = {"model": "m", "method": "taylor", "seq_len": 16, "num_samples": 4, "acc_mean": 0.5, "output_dir": "x"}
     pd.DataFrame([row | {column: value}]).to_csv(tmp_path / "consolidated.csv", index=False)
     where = f"m={tmp_path / 'consolidated.csv'}"
-    assert command.main(["--csv", where, "--output", str(tmp_path / "out")]) == 2
+    assert analysis.main(["--csv", where, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and len(error) < 500 and "\x1b" not in error
     assert not (tmp_path / "out").exists()
 
 
 def test_a_label_of_300_letters(tmp_path: Path, capsys) -> None:
-    assert command.main(["--csv", f"{'x' * 300}={tmp_path}", "--output", str(tmp_path / "out")]) == 2
+    assert analysis.main(["--csv", f"{'x' * 300}={tmp_path}", "--output", str(tmp_path / "out")]) == 2
     assert "300 letters; a name has 1 to 100" in capsys.readouterr().err

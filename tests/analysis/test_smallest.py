@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 
 from tests.findings import simulated_study
-from tune_prune.analysis import command
 from tune_prune.analysis.figures.figures import accuracy_size
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.differences import Difference
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.sizes import by_size, is_within, smallest
+from tune_prune.commands import analysis
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
@@ -147,7 +147,7 @@ def test_it_is_on_the_screen_in_the_reports_and_in_the_exported_configuration(
 ) -> None:
     for drawing in ("figures.figures.draw_all", "layout.draw_best"):  # which take seconds
         monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
-    assert command.main([str(folder), "--rule", "smallest", "--within", "20", "--output", str(tmp_path)]) == 0
+    assert analysis.main([str(folder), "--rule", "smallest", "--within", "20", "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"alpha@0\.3 +\S+-s16-n\d+ +70\.0% +\.\d+ ± \.\d+ +-\d+\.\d\d ± \d\.\d\d\* +yes \(95%\)\n", out)
     assert (

@@ -9,13 +9,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tune_prune.analysis import command
 from tune_prune.analysis.figures.figures import draw_all
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables, write_tables
+from tune_prune.commands import analysis
+from tune_prune.core.speed_records import Conditions, Rounds, SpeedRecord, write_speed
 from tune_prune.core.store import FolderStore
-from tune_prune.core.values.speed import Conditions, Rounds, SpeedRecord, write_speed
 
 FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
 DENSE = Rounds([2.0, 2.0, 2.0], [6.0, 6.0, 6.0])
@@ -91,7 +91,7 @@ def test_without_speeds_there_is_neither(experiment: Path, refused: Callable[...
     findings = find(read_study([experiment], []))
     assert "pareto" not in all_tables(findings)
     assert "pareto.png" not in {path.name for path in draw_all(findings, tmp_path / "figures")}
-    told = refused(command.main, experiment, "--rule", "retained-per-second", "--output", tmp_path / "out")
+    told = refused(analysis.main, experiment, "--rule", "retained-per-second", "--output", tmp_path / "out")
     assert "needs a speed, as tune-prune speed --config FOLDER measures it" in told
     assert "use --rule accuracy" in told
 

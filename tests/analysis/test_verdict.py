@@ -14,11 +14,11 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.analysis.verdict import folder_name, verdicts, winners
-from tune_prune.cli import prune_request
+from tune_prune.commands import prune_request
+from tune_prune.commands.results import Results
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
-from tune_prune.results import Results
 
 GAINS = {"blockwise-s64-n512": 0.10, "taylor-s64-n512": 0.05}
 LOSSES = {"blockwise-s64-n512": -0.2}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import FLOAT32_TOLERANCE, alone, write_case
 from tests.pruned_checkpoints import measured_checkpoint, open_context
 from tests.pruning.test_surgery import tokens
-from tune_prune import evaluate
+from tune_prune.commands import evaluate
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.data.task_files import TaskSource
 

@@ -19,13 +19,14 @@ import yaml
 from markdown_it import MarkdownIt
 from statsmodels.stats.proportion import proportion_confint
 
-from tune_prune import embedded, prune
+from tune_prune import embedded
 from tune_prune.checkpoint import manifest as manifests
 from tune_prune.checkpoint.card.card_numbers import accuracy, format_perplexity, short_bytes, short_count
 from tune_prune.checkpoint.card.model_card import render, write_card
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
+from tune_prune.commands import prune
 from tune_prune.core.config import (
     NOT_REFITTED,
     NOT_TRAINED,
@@ -36,7 +37,7 @@ from tune_prune.core.config import (
     ModelRun,
     PruningConfig,
 )
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.data.perplexity_text import WIKITEXT2
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models.geometry import Geometry

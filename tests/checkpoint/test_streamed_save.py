@@ -24,7 +24,7 @@ from tune_prune.checkpoint.manifest import Format, Manifest
 from tune_prune.checkpoint.save import Origin, check_folder, save_checkpoint
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.process.whole_folder import clear_killed, is_mount_point
+from tune_prune.core.temporary import clear_killed, is_mount_point
 from tune_prune.models.catalog import resolve
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel, load_model
@@ -118,7 +118,7 @@ def test_a_mount_point_is_refused_before_anything_is_computed(tmp_path: Path) ->
         pytest.skip("nothing may be mounted here")
     place = tmp_path / "a b"  # of the same device, where os.path.ismount sees nothing
     place.mkdir()
-    asks = "import pathlib, sys; from tune_prune.core.process.whole_folder import *; "
+    asks = "import pathlib, sys; from tune_prune.core.temporary import *; "
     asks += "print(is_mount_point(pathlib.Path(sys.argv[1])))"
     line = f"mount --bind '{tmp_path}' '{place}' && '{sys.executable}' -c '{asks}' '{place}'"
     assert subprocess.check_output(["unshare", "-rm", "sh", "-c", line], text=True) == "True\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune import prune
+from tune_prune.commands import prune
 
 
 @pytest.fixture

@@ -17,16 +17,15 @@ import torch
 import tune_prune
 from tests.findings import simulated_study
 from tests.trials import RUN
-from tune_prune import api, prune, search
 from tune_prune.checkpoint import manifest
 from tune_prune.checkpoint.save import shard_bytes_of
-from tune_prune.cli import search_flags
-from tune_prune.cli.prune_request import PruneRequest
+from tune_prune.commands import api, prune, search, search_flags
+from tune_prune.commands.opened import Model
+from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.values.measures import wilson_stderr
+from tune_prune.core.measures import wilson_stderr
 from tune_prune.models.runner.residency import Residency
-from tune_prune.opened import Model
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
@@ -60,15 +59,13 @@ def test_weights_that_stay_in_their_files_make_the_same_pruned_model(
     assert [n for n in files if (tmp_path / "loaded" / n).read_bytes() != (tmp_path / "mapped" / n).read_bytes()] == []
 
 
-def test_the_package_is_light_and_search_is_a_function_whatever_was_imported(
-    run_without: Callable[..., str], tmp_path: Path
-) -> None:
+def test_the_package_is_light_and_search_is_a_function_of_it(run_without: Callable[..., str], tmp_path: Path) -> None:
     """Nothing heavy can be imported, and the API is there; the name of a module of the command line is no trap."""
     code = """
 import sys
 import tune_prune
 assert [name for name in sys.modules if name.startswith("tune_prune.")] == [], sys.modules
-for statement in ("", "import tune_prune.search", "from tune_prune.search import main", "from tune_prune import search"):
+for statement in ("", "import tune_prune.commands.search", "from tune_prune import search"):
     exec(statement)
     try:
         tune_prune.search("tiny-llama", limit=0)
@@ -78,7 +75,7 @@ print(tune_prune.open, tune_prune.load_results, [name for name in hidden if name
 """
     hidden = ("torch", "transformers", "ray", "pandas", "numpy", "lm_eval", "optuna", "datasets", "matplotlib")
     *sentences, last = run_without(hidden, code).splitlines()
-    assert len(sentences) == 4 and set(sentences) == {sentences[0]} and "--limit" in sentences[0]
+    assert len(sentences) == 3 and set(sentences) == {sentences[0]} and "--limit" in sentences[0]
     assert last.endswith("[]")
 
 

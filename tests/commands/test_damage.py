@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from tests.kept_files import ARGV, KEYS, KINDS, NAME, OF_OTHERS, READ, Finished
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import AttemptLog, Ledger, read_about, read_baselines, write_about, write_baselines
 from tune_prune.core.store import FolderStore
-from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.compensation.recovery import Recovery
+from tune_prune.tuning.preflight import make_plan
 
 
 @pytest.fixture(scope="module")

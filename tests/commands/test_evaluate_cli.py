@@ -18,13 +18,13 @@ import torch
 import tune_prune.__main__
 from tests.pruned_checkpoints import FLAGS, change_json, change_weights, measured_checkpoint, open_context
 from tests.search_folders import TINY_FOLDER, data_folder, model_folder
-from tune_prune import evaluate, prune
 from tune_prune.checkpoint.manifest import MANIFEST, read
+from tune_prune.commands import evaluate, prune
+from tune_prune.commands.opened import Model
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import parse_record
+from tune_prune.core.measures import wilson_stderr
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.values.measures import wilson_stderr
-from tune_prune.opened import Model
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
@@ -151,7 +151,7 @@ def test_no_more_threads_than_cpus(
     main: Callable[..., int], argv: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container that has the time of one CPU of many."""
-    monkeypatch.setattr("tune_prune.core.process.machine.cpus", lambda: 1)
+    monkeypatch.setattr("tune_prune.core.machine.cpus", lambda: 1)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -169,7 +169,7 @@ def test_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
         show = "lambda: print('torch' in sys.modules, os.getenv('OMP_WAIT_POLICY'))"
-        code = f"import os, sys; from tune_prune.cli.flags import run; run({show})"
+        code = f"import os, sys; from tune_prune.commands.flags import run; run({show})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout == f"False {policy}\n"  # read by OpenMP when torch is imported
 

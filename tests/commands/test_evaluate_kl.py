@@ -27,8 +27,8 @@ from tests.pruned_checkpoints import (
     save,
 )
 from tests.search_folders import TINY_FOLDER, data_folder
-from tune_prune import evaluate, measuring
 from tune_prune.checkpoint.manifest import MANIFEST, read
+from tune_prune.commands import evaluate, measuring
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.models import catalog

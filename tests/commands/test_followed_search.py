@@ -12,11 +12,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from tune_prune import search
-from tune_prune.cli import status
+from tune_prune.commands import search, status
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.ledger import Ledger, write_about
 from tune_prune.core.store import EXPERIMENT, FolderStore
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.trial.trial import Trial
 
 

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import tune_prune.__main__
-from tune_prune import __version__, evaluate, prune, search, speed
-from tune_prune.analysis import command
-from tune_prune.cli import search_flags
-from tune_prune.cli.prune_request import PruneRequest
+from tune_prune import __version__
+from tune_prune.commands import analysis, evaluate, prune, search, search_flags, speed
+from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.terminal.parser import Parser
-from tune_prune.planning import search_space
+from tune_prune.core.parser import Parser
+from tune_prune.tuning import search_space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -129,7 +128,7 @@ def test_a_flag_may_repeat_what_the_configuration_says(flags: str, sentence: str
 
 
 def test_the_next_commands_of_a_search_are_command_lines() -> None:
-    parsers = {"prune": prune.parser(), "analysis": command.parser()}
+    parsers = {"prune": prune.parser(), "analysis": analysis.parser()}
     two = {"tiny-llama@0.1": "tiny-llama@0.1+lora", "a b": "a b"}
     for winners, outputs in (({}, []), ({"m": "m+lora"}, ["m-pruned"]), (two, ["tiny-llama-0.1-pruned", "a-b-pruned"])):
         lines = [(name, shlex.split(shlex.join(argv))) for name, argv in search.next_commands("my results/x", winners)]
@@ -141,7 +140,7 @@ def test_the_next_commands_of_a_search_are_command_lines() -> None:
         assert kept == [("my results/x", label, output) for label, output in zip(labels, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, analysis.parser])
 def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]) -> None:
     text = parser().format_help_all()
     for example in parser().examples:
@@ -150,7 +149,7 @@ def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]
     assert len(parser().examples) > 1 and "exit codes:\n  0    done" in text
 
 
-@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, analysis.parser])
 def test_help_is_one_screen_and_help_all_has_every_flag(
     parser: Callable[[], Parser], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +174,7 @@ def test_help_is_one_screen_and_help_all_has_every_flag(
     assert ended.value.code == 0 and capsys.readouterr().out == everything
 
 
-@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, analysis.parser])
 def test_every_flag_has_a_help_that_says_its_default(parser: Callable[[], Parser]) -> None:
     """All but switches, flags that must be given or have no value of their own, and those that are given again for more."""
     silent = {

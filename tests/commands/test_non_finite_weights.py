@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.search_folders import data_folder, model_folder
 from tests.trials import RUN
-from tune_prune import api, embedded, evaluate, prune, search
+from tune_prune import embedded
+from tune_prune.commands import api, evaluate, prune, search
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import NotFinite, UserError
 from tune_prune.data.perplexity_text import TEXT_FILE

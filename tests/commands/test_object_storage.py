@@ -17,10 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tune_prune
 from tests.s3_server import Server
 from tests.store_contract import other_search
-from tune_prune import evaluate, prune, search
-from tune_prune.analysis import command
+from tune_prune.commands import analysis, evaluate, prune, search
+from tune_prune.core import object_storage
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.storage import lease
 from tune_prune.core.store import LEDGER, FolderStore, Store, open_store
 
 WHOLE_TEXT = True
@@ -33,7 +32,7 @@ WITH_SHORT_LEASE = f"""
 import sys
 from tune_prune import search
 from tune_prune.core.storage import lease
-lease.LEASE_S = {LEASE_S}
+object_storage.LEASE_S = {LEASE_S}
 search.main(sys.argv[1:])
 """
 
@@ -59,7 +58,7 @@ class Searched:
 @pytest.fixture(scope="module", autouse=True)
 def short_lease() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease, "LEASE_S", LEASE_S)
+        patch.setattr(object_storage, "LEASE_S", LEASE_S)
         yield
 
 
@@ -122,7 +121,7 @@ def test_who_reads_a_folder_reads_it(searched: Searched, tmp_path: Path, capsys:
     there, here = (tune_prune.load_results(place) for place in (searched.storage, searched.folder))
     assert there.best.equals(here.best) and str(there) == str(here)
     output = tmp_path / "results"
-    assert command.main([searched.storage, "--output", str(output)]) == 0
+    assert analysis.main([searched.storage, "--output", str(output)]) == 0
     assert f"from {searched.storage}" in capsys.readouterr().out
     best = json.loads(next(output.glob("best_*/best_config.json")).read_text())
     own = json.loads((searched.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]
@@ -177,8 +176,8 @@ def test_a_search_in_memory(searched: Searched, capsys: pytest.CaptureFixture[st
         (search.main, ["--storage-path", "s3://no-such-bucket/x"], "there is no s3://no-such-bucket; create it"),
         (search.main, ["--storage-path", "hdfs://host/x"], "of a scheme that results cannot be kept on"),
         (prune.main, ["--output", "s3://bucket/model", "--config", "x"], "is no folder, which a checkpoint is"),
-        (command.main, ["memory://x", "--output", "s3://bucket/out"], "is no folder; name one"),
-        (command.main, ["memory://nothing-here"], "memory://nothing-here is not an experiment"),
+        (analysis.main, ["memory://x", "--output", "s3://bucket/out"], "is no folder; name one"),
+        (analysis.main, ["memory://nothing-here"], "memory://nothing-here is not an experiment"),
     ],
 )
 def test_what_is_refused(

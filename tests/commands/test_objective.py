@@ -10,10 +10,10 @@ import pytest
 
 import tune_prune
 from tests.search_folders import TINY
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.measures import MEASURES, measured
 from tune_prune.core.store import STATUS, FolderStore
-from tune_prune.core.values.measures import MEASURES, measured
 
 
 @pytest.mark.slow

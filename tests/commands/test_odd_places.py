@@ -16,10 +16,10 @@ import pytest
 
 from tests.search_folders import TINY, data_folder, model_folder
 from tests.trials import RUN
-from tune_prune import embedded, evaluate, prune, search
-from tune_prune.analysis import command as analysis
-from tune_prune.core.process.ending import exit_code
-from tune_prune.planning import search_space
+from tune_prune import embedded
+from tune_prune.commands import analysis, evaluate, prune, search
+from tune_prune.core.ending import exit_code
+from tune_prune.tuning import search_space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 

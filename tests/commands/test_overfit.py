@@ -11,8 +11,8 @@ import pytest
 
 import tune_prune
 from tune_prune.analysis.statistics.changes import Change
+from tune_prune.commands.results import Results
 from tune_prune.embedded import items
-from tune_prune.results import Results
 
 WHOLE_TEXT = True
 pytestmark = pytest.mark.slow  # four searches

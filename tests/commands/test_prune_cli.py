@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.pruning.test_shapes import assert_shape
 from tests.search_folders import model_folder
-from tune_prune import embedded, evaluate, prune, search
+from tune_prune import embedded
 from tune_prune.checkpoint.manifest import MANIFEST
+from tune_prune.commands import evaluate, prune, search
 from tune_prune.core.config import EMBEDDED_DATA, EvaluationProtocol, ModelRun
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial

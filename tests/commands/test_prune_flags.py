@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands.test_prune_cli import load, read
 from tests.search_folders import model_folder
-from tune_prune import embedded, prune, speed
+from tune_prune import embedded
 from tune_prune.checkpoint.manifest import MANIFEST
+from tune_prune.commands import prune, speed
 
 FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
 FLAGS = ("--method", "taylor", "--seq-len", "16", "--num-samples", "8")

@@ -17,7 +17,7 @@ import pytest
 
 import tune_prune.__main__
 from tests.search_folders import TINY, model_folder
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.data import checks
 

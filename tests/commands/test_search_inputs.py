@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
-from tune_prune import embedded, search
+from tune_prune import embedded
+from tune_prune.commands import search
 from tune_prune.data.perplexity_text import TEXT_FILE
 
 pytestmark = pytest.mark.usefixtures("nothing_created")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.store import FolderStore
 
 HOLD = """

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.search_folders import model_folder
-from tune_prune import speed
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.checkpoint import generation_speed
+from tune_prune.commands import speed
+from tune_prune.core.speed_records import SpeedRecord, newest_conditions, readable_speeds, relative
 from tune_prune.core.store import FolderStore
-from tune_prune.core.values.speed import SpeedRecord, newest_conditions, readable_speeds, relative
 
 FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
 SHORT = ("--prompt-tokens", "8", "--new-tokens", "2", "--device", "cpu")

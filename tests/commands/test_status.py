@@ -18,18 +18,17 @@ import pytest
 from tests.findings import simulated_study
 from tests.trial_messages import stage_message
 from tests.trials import RUN
-from tune_prune import search
 from tune_prune.analysis.input.errors import certain_sizes, with_wilson_errors
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.cli import status
+from tune_prune.commands import search, status
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger, PassLog
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import BASELINES, EXPERIMENT, STATUS, FolderStore
-from tune_prune.planning.draws import Draws
+from tune_prune.tuning.draws import Draws
 from tune_prune.tuning.observers.status import StatusObserver, ended
 from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources

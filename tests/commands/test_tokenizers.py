@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import tune_prune
 from tests.quiz import byte_tokenizer
 from tests.search_folders import TINY_FOLDER, data_folder, model_folder
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_baselines
 from tune_prune.core.store import FolderStore

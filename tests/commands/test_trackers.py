@@ -13,8 +13,7 @@ import pytest
 from tests.findings import simulated_study
 from tests.trial_messages import stage_message
 from tests.trials import RUN
-from tune_prune import search
-from tune_prune.analysis import command as analysis
+from tune_prune.commands import analysis, search
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import EXPERIMENT, FolderStore

@@ -14,7 +14,7 @@ import pytest
 import tune_prune
 from tests.quiz import QUIZ_DEFINITION, quiz_items
 from tests.search_folders import TINY, data_folder
-from tune_prune import evaluate
+from tune_prune.commands import evaluate
 from tune_prune.core.config import EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.validation import validated

@@ -19,7 +19,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import canonical_json, library_versions, public
-from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.object_storage import NodeCachedStore
 from tune_prune.core.store import ObjectPath
 
 KEY = {"model": "abc", "seq_len": 16, "nested": {"b": 1, "a": [1, 2]}}

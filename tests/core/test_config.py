@@ -11,7 +11,7 @@ import pytest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, alignment, group_labels, trial_key
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import canonical_json, digest, seed_for
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 CONFIG = PruningConfig("taylor", 64, 128)
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), seed=0, dtype="float32")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.core.process import ending, temporary
+from tune_prune.core import ending, temporary
 
 COMMAND = """
 import sys, time

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.process.ending import exit_code
-from tune_prune.core.process.machine import TooLittleMemory
+from tune_prune.core.machine import TooLittleMemory
 from tune_prune.core.store import FolderStore
 
 SMALL_FILES = """
 import resource, sys, traceback
-from tune_prune.core.process.ending import exit_code
+from tune_prune.core.ending import exit_code
 from tune_prune.core.store import FolderStore
 
 def main():

@@ -10,11 +10,11 @@ import pytest
 
 from tests.s3_server import Server, forget_clients
 from tests.store_contract import BetweenProcesses, LeaseContract
+from tune_prune.core import object_storage
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.object_storage import NodeCachedStore
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.storage import node_cache, objects
-from tune_prune.core.storage.contract import StorageError
-from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.storage import StorageError
 from tune_prune.core.store import ObjectPath, Store, open_store
 
 
@@ -49,7 +49,7 @@ class TestS3(BetweenProcesses, LeaseContract):
     def test_what_it_never_does_is_a_sentence(
         self, store: Store, own_client: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(objects._OPTIONS["s3"]["config_kwargs"]["retries"], "total_max_attempts", 2)
+        monkeypatch.setitem(object_storage._OPTIONS["s3"]["config_kwargs"]["retries"], "total_max_attempts", 2)
         forget_clients()
         with pytest.raises(StorageError) as caught:
             open_store(store.folder).put("down", "b")
@@ -87,14 +87,14 @@ class TestS3(BetweenProcesses, LeaseContract):
             requests.append((name, content.get("IfNoneMatch")))
             return {"UploadId": "1", "ETag": "2"}
 
-        monkeypatch.setattr(objects._client("s3")[0], "_call_s3", sent)
+        monkeypatch.setattr(object_storage._client("s3")[0], "_call_s3", sent)
         data = bytes(100 * 2**20)
         store.put("a", data)
         assert store.put_new("b", data)
         assert requests == [("put_object", None), ("put_object", "*")]
 
     def test_what_was_put_though_the_answer_was_lost(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        client = objects._client("s3")[0]
+        client = object_storage._client("s3")[0]
         put = client.pipe_file
 
         def unanswered(path: str, data: bytes, mode: str = "", **_: object) -> None:
@@ -111,13 +111,13 @@ class TestS3(BetweenProcesses, LeaseContract):
         def cut(*_: object, **__: object) -> None:
             raise aiohttp.ClientPayloadError("Response payload is not completed")
 
-        monkeypatch.setattr(objects._client("s3")[0], "cat_file", cut)
+        monkeypatch.setattr(object_storage._client("s3")[0], "cat_file", cut)
         with pytest.raises(StorageError, match=r"a could not be read \(Response payload is not completed\); what is"):
             store.get("a")
 
     def test_a_server_without_conditional_writes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        overwrite = objects._client("s3")[0].pipe_file
-        monkeypatch.setattr(objects._client("s3")[0], "pipe_file", lambda path, data, **_: overwrite(path, data))
+        overwrite = object_storage._client("s3")[0].pipe_file
+        monkeypatch.setattr(object_storage._client("s3")[0], "pipe_file", lambda path, data, **_: overwrite(path, data))
         with pytest.raises(StorageError, match=r"does not know conditional writes"):
             store.check_writable()
 
@@ -132,7 +132,7 @@ class TestS3(BetweenProcesses, LeaseContract):
         (young,) = set(store._listed("", "file")) - kept
         store.check_writable()
         assert set(store._listed("", "file")) == {young, "a"}
-        monkeypatch.setattr(objects, "LEFT_S", -1.0)
+        monkeypatch.setattr(object_storage, "LEFT_S", -1.0)
         store.check_writable()
         assert store._listed("", "file") == ["a"]
 
@@ -162,5 +162,5 @@ class TestS3(BetweenProcesses, LeaseContract):
         for name in ("a.npz", "b.npz"):
             store.remove(name)  # so that they can only come from here
         assert (other.get("a.npz"), other.get("b.npz")) == (b"abc", b"def")
-        monkeypatch.setattr(node_cache, "MAX_BYTES", 3)
+        monkeypatch.setattr(object_storage, "MAX_BYTES", 3)
         assert NodeCachedStore(ObjectPath(store.folder)).get("a.npz") is None and other.get("b.npz") == b"def"

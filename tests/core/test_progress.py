@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from tests.findings import simulated_study
 from tests.pruning.test_statistics import SEQ_LEN, needs_of, windows
-from tune_prune import evaluate, prune, search
-from tune_prune.analysis import command
 from tune_prune.checkpoint import generation_speed
-from tune_prune.core.terminal import progress
+from tune_prune.commands import analysis, evaluate, prune, search
+from tune_prune.core import terminal as progress
 from tune_prune.models.families import family_of
 from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import by_statistic, load_statistic, statistic_names
@@ -143,7 +142,7 @@ def test_the_stages_of_a_search_in_this_process_fill_their_bars(
 @pytest.mark.slow
 def test_every_step_of_an_analysis_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
     with terminal():
-        assert command.main([str(simulated_study(tmp_path)), "--output", str(tmp_path / "results")]) == 0
+        assert analysis.main([str(simulated_study(tmp_path)), "--output", str(tmp_path / "results")]) == 0
     assert {"analysis", "figures"} <= {bar.desc for bar in bars}
     assert all(bar.n == bar.total for bar in bars)
 

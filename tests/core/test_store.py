@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.store_contract import BetweenProcesses, LeaseContract
-from tune_prune.core import files
+from tune_prune.core import files, object_storage
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.storage import node_cache
 from tune_prune.core.store import FolderStore, Store, location, open_store
 
 
@@ -160,7 +159,7 @@ def test_a_node_s_cache_is_trimmed_beside_others(tmp_path: Path, monkeypatch: py
     (tmp_path / "gone.npz").symlink_to(tmp_path / "no file")
     (tmp_path / "folder").mkdir()
     os.utime(tmp_path / "folder", (0, 0))
-    monkeypatch.setattr(node_cache, "MAX_BYTES", 0)
-    node_cache._trim(tmp_path)
+    monkeypatch.setattr(object_storage, "MAX_BYTES", 0)
+    object_storage._trim(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".c.npz.0f.tmp", "folder", "gone.npz"]
-    node_cache._trim(tmp_path / "never written")
+    object_storage._trim(tmp_path / "never written")

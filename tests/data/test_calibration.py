@@ -14,7 +14,7 @@ from tune_prune import embedded
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import Samples
 from tune_prune.core.errors import UserError
-from tune_prune.core.values.kinds import texts_of
+from tune_prune.core.kinds import texts_of
 from tune_prune.data import calibration
 from tune_prune.data.calibration import calibration_fingerprint, load_text, resolve, tokenize, windows
 from tune_prune.data.sources import data_fingerprint, hub_datasets

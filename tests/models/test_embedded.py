@@ -18,8 +18,8 @@ from tune_prune.core.errors import UserError
 from tune_prune.embedded import corpus, items, world
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.catalog import resolve
-from tune_prune.planning.plan import SearchSettings
-from tune_prune.planning.resolve import model_run
+from tune_prune.tuning.plan import SearchSettings
+from tune_prune.tuning.resolve import model_run
 
 WHOLE_TEXT = True
 REAL_FIELDS = {

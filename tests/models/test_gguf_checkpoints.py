@@ -15,9 +15,9 @@ import tune_prune
 from tests.conftest import build_tiny
 from tests.models.conftest import SIZES, saved
 from tests.search_folders import data_folder
-from tune_prune import evaluate, prune
 from tune_prune.checkpoint import origin
 from tune_prune.checkpoint.manifest import IDS_ALONE
+from tune_prune.commands import evaluate, prune
 from tune_prune.core.errors import UserError
 from tune_prune.models import catalog, loading
 

@@ -27,9 +27,9 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.models import catalog, loading
 from tune_prune.models.gguf import convert, files
-from tune_prune.planning import experiment
-from tune_prune.planning.plan import SearchSettings
-from tune_prune.planning.preflight import make_plan
+from tune_prune.tuning import experiment
+from tune_prune.tuning.plan import SearchSettings
+from tune_prune.tuning.preflight import make_plan
 
 pytestmark = pytest.mark.usefixtures("cache")
 TEXT = "The 2024 thing, it's\n naïve  東京 <|endoftext|> the"
@@ -404,7 +404,7 @@ def test_the_origin_stands_in_experiment_manifest_and_card(
     about = json.loads((tmp_path / "experiment" / EXPERIMENT).read_text())["models"]["tiny.F32"]
     assert about["gguf"] == expected and about["run"]["model"] == str(tiny_file)
 
-    from tune_prune import prune
+    from tune_prune.commands import prune
 
     told = printed(prune.main, "--model", tiny_file, "--method", "magnitude", "--output", tmp_path / "pruned")
     assert f"weights      tiny.F32.gguf (F32, SHA-256 {sha256[:16]}...)" in told

@@ -13,8 +13,8 @@ import torch
 
 from tests.limited_memory import LimitedMemory
 from tests.residencies import in_way
-from tune_prune.core.process import machine
-from tune_prune.core.process.machine import Memory
+from tune_prune.core import machine
+from tune_prune.core.machine import Memory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.runner import out_of_memory

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import tune_prune
 from tests.search_folders import TINY_FOLDER, data_folder
-from tune_prune import search
+from tune_prune.commands import search
 
 VOCABULARY = 600  # the tokenizer's 551, and some that no text makes
 SMALL = {"num_hidden_layers": 4, "vocab_size": VOCABULARY}

@@ -19,7 +19,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import tune_prune
-from tune_prune.cli import search_flags
+from tune_prune.commands import search_flags
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "scripts" / "cluster"

@@ -10,7 +10,7 @@ import compare_dtypes
 import pytest
 
 from tests.search_folders import TINY
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore

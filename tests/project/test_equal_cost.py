@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from equal_cost import compared, main, tokens_spent
 
-from tune_prune import load_results, search
+from tune_prune import load_results
+from tune_prune.commands import search
 
 FLAGS = ("--model", "tiny-llama", "--inline", "--tasks", "boolq,piqa", "--limit", "30")
 

@@ -8,7 +8,7 @@ from typing import Any
 from bench_gpu import WIKITEXT_TOKENS
 from random_items import TASKS, random_items
 
-from tests.cost_model.test_memory_on_a_gpu import STUDY, record
+from tests.tuning.test_memory_on_a_gpu import STUDY, record
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 
 PAGE = (STUDY / "README.md").read_text(encoding="utf-8")

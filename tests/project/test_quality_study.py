@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import quality_study
 
-from tune_prune.cli import search_flags
-from tune_prune.planning import search_space
+from tune_prune.commands import search_flags
+from tune_prune.tuning import search_space
 
 LIMIT = ["--limit", "100", "--perplexity-tokens", "16384"]
 

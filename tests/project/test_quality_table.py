@@ -17,7 +17,7 @@ import pytest
 from making_seconds import MakingSeconds
 from quality_table import MEASURES, Losses, main, markdown, regained
 
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.ledger import Ledger, PassLog, write_about
 from tune_prune.core.records import StageReport, TrialRecord

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from questions_text import main
 
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.embedded import tasks_dir
 
 

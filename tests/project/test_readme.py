@@ -9,8 +9,8 @@ import pytest
 
 from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
-from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.tuning import search_space
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ import make_random_model
 import pytest
 from transformers import PretrainedConfig
 
-from tune_prune import embedded, evaluate, prune
-from tune_prune.cli import search_flags
+from tune_prune import embedded
+from tune_prune.commands import evaluate, prune, search_flags
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "real_size.sh"

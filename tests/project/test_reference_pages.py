@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 import tune_prune
-from tune_prune.cli.flags import RUN_DEFAULTS
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
-from tune_prune.planning import search_space
+from tune_prune.commands.flags import RUN_DEFAULTS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.tuning import search_space
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

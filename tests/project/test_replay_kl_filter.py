@@ -13,8 +13,8 @@ import pytest
 from replay_kl_filter import groups, main, replay, winners
 
 from tests.small_experiments import experiment, record
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
-from tune_prune.core.process.ending import exit_code
 from tune_prune.core.records import PER_ITEM, StageReport
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import train_embedded_models
 from transformers import AutoTokenizer
 
 from tune_prune import embedded
-from tune_prune.cli.flags import output_file
+from tune_prune.commands.flags import output_file
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 # Their --output is a folder, which they make.

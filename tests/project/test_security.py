@@ -17,7 +17,7 @@ import torch
 
 import tune_prune
 from tests.search_folders import model_folder
-from tune_prune import prune
+from tune_prune.commands import prune, search
 from tune_prune.core.errors import UserError
 from tune_prune.data import template_process, templates
 from tune_prune.models import loading
@@ -179,20 +179,20 @@ def test_huge_configs_are_refused_at_once(changes: dict, says: str, tmp_path: Pa
     folder = model_folder(tmp_path / "m", **changes)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"DEEP"', "[" * 100_000 + "]" * 100_000))
-    sentence = refused(tune_prune.search.main, "--model", folder, "--search-space", "smoke", "--dry-run")
+    sentence = refused(search.main, "--model", folder, "--search-space", "smoke", "--dry-run")
     assert says in sentence and len(sentence) < 600, sentence
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "x" * 300, "a/" * 2500, "./" + "x" * 300, "剪/" * 1200])
 def test_long_names_are_refused_in_a_sentence(name: str, refused, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    sentence = refused(tune_prune.search.main, "--model", name, "--dry-run")
+    sentence = refused(search.main, "--model", name, "--dry-run")
     assert "bytes" in sentence and len(sentence) < 400, sentence
     hostile = model_folder(tmp_path / "red\x1b[31m")
-    assert "no control characters" in (shown := refused(tune_prune.search.main, "--model", hostile, "--dry-run"))
+    assert "no control characters" in (shown := refused(search.main, "--model", hostile, "--dry-run"))
     assert "\x1b" not in shown
     for flag in ("--data-dir", "--storage-path", "--calibration", "--search-space"):
-        sentence = refused(tune_prune.search.main, "--model", "tiny-llama", flag, name, "--dry-run")
+        sentence = refused(search.main, "--model", "tiny-llama", flag, name, "--dry-run")
         assert len(sentence) < 12_000
     assert list(tmp_path.iterdir()) == [hostile]
 

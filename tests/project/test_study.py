@@ -11,13 +11,13 @@ import pandas as pd
 import pytest
 import study_smollm2
 
-from tune_prune.analysis.command import parser as analysis_parser
 from tune_prune.analysis.input.measures import GOLD
-from tune_prune.cli import search_flags
+from tune_prune.commands import search_flags
+from tune_prune.commands.analysis import parser as analysis_parser
 from tune_prune.core.errors import UserError
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import RESULTS
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.planning import search_space
+from tune_prune.tuning import search_space
 
 GRID = [  # name, accuracy, log-probability of right choices
     ("taylor-s256-n128", 0.46, -39.6),

@@ -19,13 +19,13 @@ from tests.residencies import CASES, WAYS, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
-from tune_prune.planning.plan import SearchSettings
-from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.passes import batches
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Need, load_statistic
+from tune_prune.tuning.plan import SearchSettings
+from tune_prune.tuning.preflight import make_plan
 
 SEQ_LEN = 9
 

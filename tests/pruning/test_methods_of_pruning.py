@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tune_prune import prune
+from tune_prune.commands import prune
 from tune_prune.core.errors import UserError
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import methods

@@ -12,7 +12,6 @@ import tune_prune
 from tests.trials import RUN, open_context, with_empty_cache
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.cost_model.workload import passes_of, recipe_amounts
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import refit
@@ -25,6 +24,7 @@ from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.iteration import Step
 from tune_prune.trial.trial import Trial
+from tune_prune.tuning.workload import passes_of, recipe_amounts
 
 ONE = PruningConfig("taylor", seq_len=16, num_samples=8, pruning_ratio=0.3)
 WITH_STATISTICS = [name for name in method_names() if load_method(name).statistics]

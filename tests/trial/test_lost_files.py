@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN
-from tune_prune import embedded, prune
+from tune_prune import embedded
+from tune_prune.commands import prune
 from tune_prune.core.config import EMBEDDED_DATA
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import tune_prune
 from tests.gguf_reading import File
 from tests.trials import BLOCKWISE, open_context, with_empty_cache
-from tune_prune import evaluate, prune, search
+from tune_prune.commands import evaluate, prune, search
 from tune_prune.core.errors import UserError
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.compensation import refit

@@ -23,9 +23,9 @@ from tune_prune.core.config import ModelRun
 from tune_prune.core.store import FolderStore
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
-from tune_prune.planning.plan import SearchSettings
-from tune_prune.planning.resolve import dense_model
+from tune_prune.tuning.plan import SearchSettings
 from tune_prune.tuning.ray_cluster import nodes
+from tune_prune.tuning.resolve import dense_model
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # 127.0.0.1 would become this machine's outward address
@@ -98,7 +98,7 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
 def joined(address: str, environment: Mapping[str, str]) -> str:
     """What a process of its own says that joins the cluster."""
     code = (
-        "import sys\nfrom tune_prune.core.process.ending import exit_code\nfrom tune_prune.tuning.ray_cluster import cluster\n"
+        "import sys\nfrom tune_prune.core.ending import exit_code\nfrom tune_prune.tuning.ray_cluster import cluster\n"
         "def join():\n    with cluster.connected(sys.argv[1]):\n        print('in')\n"
         "exit_code(join)"
     )

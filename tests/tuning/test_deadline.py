@@ -12,8 +12,8 @@ import pytest
 import ray
 from ray.tune.experiment import Trial as RayTrial
 
-from tune_prune.tuning.ray_cluster.watch import deadline
-from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
+from tune_prune.tuning.ray_cluster import deadline
+from tune_prune.tuning.ray_cluster.deadline import Deadline
 
 
 class StandIn:

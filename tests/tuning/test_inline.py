@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.search_folders import TINY
-from tune_prune import results, search
+from tune_prune.commands import results, search
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import Infeasible, NotFinite, UserError
 from tune_prune.core.ledger import Ledger

@@ -17,7 +17,8 @@ import pytest
 
 from tests.trial_messages import stage_message
 from tests.tuning.test_stopping import message, specs_of
-from tune_prune import load_results, search
+from tune_prune import load_results
+from tune_prune.commands import search
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord

@@ -12,9 +12,9 @@ import pytest
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
 from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.trial import TrialProgress
+from tune_prune.tuning.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.progress import LATE, LiveLine, TimeLeft

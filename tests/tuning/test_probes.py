@@ -20,12 +20,12 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, WorkerCrashedError
 
 from tests.trials import RUN
 from tune_prune.core.errors import UserError
-from tune_prune.core.process.machine import Memory
+from tune_prune.core.machine import Memory
 from tune_prune.core.store import location, open_store
-from tune_prune.cost_model.gpus import Gpu
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource, resolve
+from tune_prune.tuning.gpus import Gpu
 from tune_prune.tuning.ray_cluster import nodes
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
 

@@ -20,11 +20,10 @@ import pytest
 import ray
 
 from tests.search_folders import TINY
-from tune_prune import search
+from tune_prune.commands import search
 from tune_prune.core.errors import MachineError
-from tune_prune.planning import preflight
-from tune_prune.tuning.ray_cluster import cluster, head, local
-from tune_prune.tuning.ray_cluster.watch import loss
+from tune_prune.tuning import preflight
+from tune_prune.tuning.ray_cluster import cluster, head, local, loss
 
 ROOT = Path(__file__).resolve().parents[2]
 RAYS_WORDS = (

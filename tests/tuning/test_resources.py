@@ -3,7 +3,7 @@
 import pytest
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.process.machine import Memory
+from tune_prune.core.machine import Memory
 from tune_prune.tuning.ray_cluster.resources import (
     TrialResources,
     fitting_trials,

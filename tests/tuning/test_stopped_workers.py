@@ -16,7 +16,7 @@ from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.messages import Message
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
-from tune_prune.tuning.ray_cluster.watch import deadline
+from tune_prune.tuning.ray_cluster import deadline
 from tune_prune.tuning.worker import TrialSpec
 
 WHOLE_TEXT = True

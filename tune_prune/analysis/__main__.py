@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tune_prune.analysis.command import main
+from tune_prune.commands.analysis import main
 
 if __name__ == "__main__":
     sys.exit(main())

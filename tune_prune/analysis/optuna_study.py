@@ -23,13 +23,13 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import compared, plain_value
 from tune_prune.analysis.input.study import Model, Study, tasks_of
+from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Whole
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.measures import MEASURES, measured
 from tune_prune.core.store import TRIALS, location, open_store
-from tune_prune.core.terminal import progress
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.kinds import Whole
-from tune_prune.core.values.measures import MEASURES, measured
 
 if TYPE_CHECKING:
     import optuna
@@ -119,7 +119,7 @@ def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, object
     distributions = _distributions(model.rows)
     accuracy = model.rows["acc_mean"]  # equal ones are one value, the highest of them
     rows = model.rows.assign(acc_mean=accuracy.groupby(compared(accuracy)).transform("max")).to_dict("records")
-    for row in progress.over(rows, f"study {label}", "trials"):
+    for row in terminal.over(rows, f"study {label}", "trials"):
         study.add_trial(_trial(row, distributions, objective))
     return len(rows)
 

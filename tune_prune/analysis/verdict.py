@@ -15,13 +15,13 @@ from tune_prune.analysis.render.messages import pm, printed
 from tune_prune.analysis.render.text import fold
 from tune_prune.analysis.statistics.comparison import Comparison, compare, paired_scores
 from tune_prune.analysis.statistics.draws import shared
+from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
 from tune_prune.analysis.statistics.model_findings import ModelFindings
 from tune_prune.analysis.statistics.rules import score
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.measures import ACCURACY_DIGITS, MEASURES
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.measures import ACCURACY_DIGITS, MEASURES
 
 _CHOSEN_BY = {
     "perplexity": ("the lowest perplexity", "ppl"),

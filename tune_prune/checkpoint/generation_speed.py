@@ -38,9 +38,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel, StaticCache
 
 from tune_prune.checkpoint.sizes import aligned, row_label
+from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
-from tune_prune.core.terminal import progress
-from tune_prune.core.values.speed import Relative, relative
+from tune_prune.core.speed_records import Relative, relative
 from tune_prune.models.runner.devices import captured
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def measure(
     prompt = torch.randint(vocabulary, (batch_size, prompt_tokens), generator=torch.Generator().manual_seed(SEED))
     graph = all(_captured(model, prompt) for model in models.values())
     turns: dict[str, list[_Turn]] = {name: [] for name in models}
-    with progress.step("speed", lambda: (1 + repeats) * len(models), "turns") as advance:
+    with terminal.step("speed", lambda: (1 + repeats) * len(models), "turns") as advance:
         for round_number in range(1 + repeats):
             for name, model in models.items():
                 turns[name].append(_turn(model, prompt, new_tokens, round_number == 0, graph))

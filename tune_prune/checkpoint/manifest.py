@@ -22,12 +22,12 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune import __version__
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.sizes import Sizes
+from tune_prune.core import terminal
 from tune_prune.core.config import REFITTED, TRAINED, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.terminal import progress
+from tune_prune.core.hyperparameters import renamed
 from tune_prune.core.validation import Count, Indices, Number, Positive, Text, validated
-from tune_prune.core.values.hyperparameters import renamed
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import loading, weight_files
 from tune_prune.models.gguf.files import GgufOrigin
@@ -195,7 +195,7 @@ def read(folder: Path) -> Manifest | None:
 def weight_file(path: Path) -> WeightFile:
     """What `files` says of a weight file: its size, and the digest of all its bytes (about a second per GB)."""
     size, state = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file, progress.step("checksum", lambda: size, "bytes") as advance:
+    with path.open("rb") as file, terminal.step("checksum", lambda: size, "bytes") as advance:
         while piece := file.read(_PIECE_BYTES):
             state.update(piece)
             advance(len(piece))

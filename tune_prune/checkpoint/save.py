@@ -34,8 +34,8 @@ from tune_prune.checkpoint.sizes import Sizes, sizes
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable
-from tune_prune.core.process.whole_folder import clear_killed, is_mount_point, renamed_at_the_end
-from tune_prune.core.values.kinds import plain
+from tune_prune.core.kinds import plain
+from tune_prune.core.temporary import clear_killed, is_mount_point, renamed_at_the_end
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource

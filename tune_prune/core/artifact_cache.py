@@ -21,8 +21,8 @@ import numpy as np
 
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import canonical_json, digest, library_versions
-from tune_prune.core.storage.contract import StorageError
-from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.object_storage import NodeCachedStore
+from tune_prune.core.storage import StorageError
 from tune_prune.core.store import Location, ObjectPath, location, open_store
 
 log = logging.getLogger(__name__)

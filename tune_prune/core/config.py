@@ -13,8 +13,8 @@ from typing import Any
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, OF_RUN, RECIPE, renamed, unread
-from tune_prune.core.values.kinds import SHAPE, Whole
+from tune_prune.core.hyperparameters import HYPERPARAMETERS, OF_RUN, RECIPE, renamed, unread
+from tune_prune.core.kinds import SHAPE, Whole
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {

@@ -1,5 +1,5 @@
 """Errors that a user can act on. Command lines print the sentence and exit with a code, without a traceback
-(core/process/ending.py)."""
+(core/ending.py)."""
 
 from __future__ import annotations
 

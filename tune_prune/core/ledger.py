@@ -328,7 +328,7 @@ def sealed_text(name: str, values: Mapping[str, Any]) -> str:
 
 def _check_seal(store: Store, name: str, values: dict[str, Any], path: Location, *step: str) -> dict[str, Any]:
     """`values`, as they were read. Raises DamagedFile where their checksum is another one, and where they have none though the
-    experiment has: `planning.experiment` seals all that older versions have left before experiment.json."""
+    experiment has: `tuning.experiment` seals all that older versions have left before experiment.json."""
     if not is_sealed(values):
         if name != EXPERIMENT and is_sealed(store.read(EXPERIMENT) or {}):
             raise DamagedFile(path, f"without a checksum, beside an {EXPERIMENT} that has one", *step)

@@ -13,10 +13,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from tune_prune.core.storage.contract import Store
-from tune_prune.core.storage.folder import FolderStore
-from tune_prune.core.storage.location import Location, ObjectPath, is_address, location
-from tune_prune.core.storage.objects import ObjectStore
+from tune_prune.core.object_storage import ObjectStore
+from tune_prune.core.storage import FolderStore, Location, ObjectPath, Store, is_address, location
 
 __all__ = [
     "FolderStore",

@@ -20,7 +20,7 @@ from tune_prune import embedded
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import utf8_text
 from tune_prune.core.hashing import digest, seed_for
-from tune_prune.core.values.kinds import KNOWN_TEXTS, texts_of
+from tune_prune.core.kinds import KNOWN_TEXTS, texts_of
 from tune_prune.models import hub
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
-from tune_prune.core.values.kinds import texts_of
+from tune_prune.core.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import hub_datasets, task_source, uses_embedded_data
 from tune_prune.data.task_definition import check_scored, followed, read_definition

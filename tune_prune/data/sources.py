@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, reads_embedded_data
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.values.kinds import texts_of
+from tune_prune.core.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.core.terminal import progress
+from tune_prune.core import terminal
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.models.families import family_of
 from tune_prune.models.head import NextTokenLosses
@@ -136,7 +136,7 @@ def _behind_the_layers(
             batches[numbers] = torch.zeros((len(numbers), width), dtype=torch.long)
             for row, number in zip(batches[numbers], numbers, strict=True):
                 row[: len(samples[number])] = samples[number]
-    with progress.step(what, lambda: sum(map(len, samples)), "tokens") as advance:
+    with terminal.step(what, lambda: sum(map(len, samples)), "tokens") as advance:
         for block in runner.blocks(batches):
             states = runner.forward(block)
             with runner.tail() as tail:

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ModelRun
+from tune_prune.core.measures import chance, wilson_errors
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.values.measures import chance, wilson_errors
 from tune_prune.evaluation.item_scores import ItemScore, metric_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 
 from tune_prune.core.config import ZERO_SHOT_METRIC
-from tune_prune.core.values.measures import chance
+from tune_prune.core.measures import chance
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
-from tune_prune.core.terminal import progress
 from tune_prune.models.families import family_of
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -81,7 +81,7 @@ def perplexity(
 
     total, count = 0.0, 0
     found: list[Tensor] = []  # losses of the parts of a batch so far, [B, W - 1] each
-    with progress.step("perplexity", lambda: len(tokens), "tokens") as advance:
+    with terminal.step("perplexity", lambda: len(tokens), "tokens") as advance:
         for block in runner.blocks(parts):
             states = runner.forward(block)
             with runner.tail() as losses:

@@ -19,9 +19,9 @@ import numpy as np
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from tune_prune.core import terminal
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.terminal import progress
 from tune_prune.data.calibration import check_token_ids
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
 from tune_prune.evaluation.engine.rows import Request, RequestScores, most_halvings
@@ -136,7 +136,7 @@ class ZeroShotSuite:
             return sum(self.tokens_in_slice(index, share) for index in range(end))
 
         done, total = (partial(tokens_before, end) for end in (slice_index, self.num_slices))
-        with progress.step("zero-shot", total, "tokens", done) as advance:
+        with terminal.step("zero-shot", total, "tokens", done) as advance:
             rows = self._slices[slice_index].rows(share)
             return score_planned(model, rows, batch_tokens, advance, residency, scores)
 

@@ -22,10 +22,9 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
+from tune_prune.core import temporary, terminal
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
-from tune_prune.core.process import temporary
-from tune_prune.core.terminal import progress
 from tune_prune.data.task_definition import check_scored
 from tune_prune.data.task_files import (
     STOCK_TASKS,
@@ -60,7 +59,7 @@ def build_suite(
     """
     items: list[Item] = []
     # The bar is opened outside: whatever is drawn inside is discarded.
-    with progress.step("tasks", lambda: len(set(protocol.tasks)), "tasks") as advance, _quiet():
+    with terminal.step("tasks", lambda: len(set(protocol.tasks)), "tasks") as advance, _quiet():
         for task in _load_tasks(source, protocol):
             check_scored(task.task_name, task.OUTPUT_TYPE, list(task.aggregation()))
             encoded = iter(encode(tokenizer, task.instances, max_length))

@@ -24,9 +24,9 @@ from transformers import (
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.terminal import progress
 from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
@@ -311,10 +311,10 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
 
 @contextmanager
 def bars_as(name: str, unit: str) -> Iterator[None]:
-    """Loops of transformers that have a bar are steps of ours inside (core.terminal.progress), of that name and unit."""
+    """Loops of transformers that have a bar are steps of ours inside (core.terminal), of that name and unit."""
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return progress.over(args[0], name, unit) if args else factory(**options)
+        return terminal.over(args[0], name, unit) if args else factory(**options)
 
     before = transformers_logging.set_tqdm_hook(bar)
     try:

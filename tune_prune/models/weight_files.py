@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.terminal import progress
 
 # A file up to this size is hashed whole; of a larger one pieces (seconds instead of minutes).
 WHOLE_HASH_BYTES = 256 * 2**20
@@ -287,7 +287,7 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
         text += b" " * (-len(text) % 8)
         with (folder / file_name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for name in progress.over(sorted(names), f"writing {file_name}", "tensors"):
+            for name in terminal.over(sorted(names), f"writing {file_name}", "tensors"):
                 tensor = weights[name].to("cpu").contiguous()
                 assert (tensor.shape, tensor.dtype) == (model.get_parameter(name).shape, model.dtype), name
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)

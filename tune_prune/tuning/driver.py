@@ -21,11 +21,11 @@ from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, Location, open_store
-from tune_prune.core.terminal.escapes import say
-from tune_prune.cost_model.estimate import CostEstimate
+from tune_prune.core.terminal import say
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
+from tune_prune.tuning.estimate import CostEstimate
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, PrepareObserver, RecordsObserver
@@ -57,7 +57,7 @@ class TuneOptions:
         None  # per model, pruning ratio and recovery, for optuna, counting those in the ledger; None: the whole space
     )
     seed: int = 0  # of the sampler
-    objective: str = "accuracy"  # what it looks for: one of core.values.measures.MEASURES
+    objective: str = "accuracy"  # what it looks for: one of core.measures.MEASURES
     only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all
     goes_on: bool = False  # with other jobs after these: the search has not ended with them
     scheduler: Literal["none", "asha", "race", "race-gold"] = "none"

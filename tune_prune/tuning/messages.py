@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tune_prune.core.measures import fraction
 from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.core.values.measures import fraction
 from tune_prune.trial.trial import TrialProgress
 
 

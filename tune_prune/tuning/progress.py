@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import TextIO
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.measures import comparable, fraction
 from tune_prune.core.records import TrialRecord, failure_counts
-from tune_prune.core.terminal.escapes import printable
-from tune_prune.core.values.measures import comparable, fraction
-from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
+from tune_prune.core.terminal import printable
+from tune_prune.tuning.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work

@@ -19,9 +19,9 @@ from optuna.trial import TrialState
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.hashing import seed_for
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.measures import comparable, measured
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.measures import comparable, measured
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 

@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from tune_prune.analysis.render.messages import in_percent
+from tune_prune.core import terminal
 from tune_prune.core.files import atomic_write_bytes
-from tune_prune.core.terminal import progress
 
 SINGLE, DOUBLE = 3.3, 6.9  # inches: width of one column and of both
 SMALL, TINY = 7, 6  # pt; all else is 8
@@ -191,7 +191,7 @@ def save(figures: Mapping[str, Figure], folder: Path, formats: Sequence[str] = (
     """Write each figure under its name once per format, atomically, and return the paths; call it inside `style`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with progress.step("figures", lambda: len(figures), "figures") as advance:
+    with terminal.step("figures", lambda: len(figures), "figures") as advance:
         for stem, figure in figures.items():
             figure.draw_without_rendering()  # lays out; once is enough for all formats
             figure.set_layout_engine("none")

@@ -29,12 +29,12 @@ from tune_prune.analysis.figures.figures_best import layer_shares, retention_fig
 from tune_prune.analysis.figures.heatmap import heatmap
 from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.render.messages import printed
+from tune_prune.analysis.statistics.effects import level_table
+from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.analysis.statistics.hyperparameters.effects import level_table
-from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, methods_reading
 from tune_prune.analysis.tables.sizes import by_size, by_speed
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import location
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 _DENSE: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 7}
 _RING = _DENSE | {"marker": "o", "markersize": 8, "markeredgewidth": 1.2, "fillstyle": "none"}

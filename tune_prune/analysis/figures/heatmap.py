@@ -14,9 +14,9 @@ from matplotlib.patches import Patch, Rectangle
 from tune_prune.analysis.figures import figure_style
 from tune_prune.analysis.figures.figure_style import ACCURACY, LIGHT, PANELS_PER_ROW, TINY, VERMILLION
 from tune_prune.analysis.render.messages import printed
+from tune_prune.analysis.statistics.factors import CALIBRATION, methods_reading
 from tune_prune.analysis.statistics.findings import ModelFindings
-from tune_prune.analysis.statistics.hyperparameters.factors import CALIBRATION, methods_reading
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 MAX_LEVELS = 12  # with a tick each; more, and the numbers in the cells could not be read
 _PLAIN: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6, "zorder": 2.0}

@@ -11,7 +11,7 @@ import pandas as pd
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.input.study import Model
-from tune_prune.core.values.measures import is_certain, wilson_errors
+from tune_prune.core.measures import is_certain, wilson_errors
 
 _ROUNDED = 0.02  # what four digits of a standard error leave open of the number of items, at most
 

@@ -20,9 +20,9 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.ledger import Ledger, parse_baseline, read_about, read_costs
 from tune_prune.core.records import TrialRecord, stranger
+from tune_prune.core.speed_records import readable_speeds
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Location, Store, open_store
 from tune_prune.core.validation import validated
-from tune_prune.core.values.speed import readable_speeds
 
 
 def is_experiment(folder: Location) -> bool:

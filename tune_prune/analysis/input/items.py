@@ -16,8 +16,8 @@ from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import trial_file
+from tune_prune.core.measures import chance
 from tune_prune.core.store import ITEMS, LEDGER, location
-from tune_prune.core.values.measures import chance
 
 _TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
 # Tasks whose items all have the same choices, so that always giving the more frequent answer needs no model: its part of the

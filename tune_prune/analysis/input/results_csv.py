@@ -28,9 +28,9 @@ from tune_prune.analysis.input.study import Model, Problem, tasks_of
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import is_too_long, utf8_text
+from tune_prune.core.hyperparameters import OLDER_NAMES
+from tune_prune.core.measures import wilson_stderr
 from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_file
-from tune_prune.core.values.hyperparameters import OLDER_NAMES
-from tune_prune.core.values.measures import wilson_stderr
 
 _LARGEST_WHOLE = 2**53  # beyond it a float is not one whole number
 _LARGEST = 1e100  # beyond it figures have no ticks

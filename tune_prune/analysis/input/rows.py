@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.hyperparameters import HYPERPARAMETERS, TRAINING_STEP_TOKENS, renamed
+from tune_prune.core.kinds import Whole
+from tune_prune.core.measures import ACCURACY_DIGITS
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS, Location
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, TRAINING_STEP_TOKENS, renamed
-from tune_prune.core.values.kinds import Whole
-from tune_prune.core.values.measures import ACCURACY_DIGITS
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 

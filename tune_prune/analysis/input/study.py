@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.speed_records import SpeedRecord, newest_conditions
 from tune_prune.core.store import Location
-from tune_prune.core.values.speed import SpeedRecord, newest_conditions
 
 
 def tasks_of(columns: Iterable[str]) -> list[str]:

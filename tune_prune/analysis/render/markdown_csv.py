@@ -10,7 +10,7 @@ from tune_prune.analysis.input.rows import as_cell
 from tune_prune.analysis.render.messages import cell_text, format_message, note_sentences, one_line
 from tune_prune.analysis.statistics.findings import Message
 from tune_prune.analysis.tables.table import Column, Row, Table
-from tune_prune.core.terminal.escapes import markdown
+from tune_prune.core.terminal import markdown
 
 
 def markdown_table(table: Table) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 from tune_prune.analysis.cost import duration
 from tune_prune.analysis.statistics.findings import Message
 from tune_prune.analysis.tables.table import Column, Row, Table, missing
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.measures import wilson_interval
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.measures import wilson_interval
 
 LANGUAGES = ("en", "zh")
 MISSING = "–"

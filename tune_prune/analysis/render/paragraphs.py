@@ -17,17 +17,17 @@ from tune_prune.analysis.cost import passes
 from tune_prune.analysis.input.rows import VERSIONS
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
+from tune_prune.analysis.statistics.effects import MIN_ROWS
+from tune_prune.analysis.statistics.factors import FACTORS
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.statistics.hyperparameters.effects import MIN_ROWS
-from tune_prune.analysis.statistics.hyperparameters.factors import FACTORS
 from tune_prune.analysis.statistics.rules import BY_TEXT
 from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
-from tune_prune.core.terminal.escapes import markdown
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.kinds import texts_of
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import texts_of
+from tune_prune.core.terminal import markdown
 
 _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
     "taylor": "taylor (first-order Taylor importance [@molchanov2019importance; @ma2023llmpruner])",

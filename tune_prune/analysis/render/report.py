@@ -16,7 +16,7 @@ from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.table import Table
 from tune_prune.analysis.tables.trial_tables import problem_counts
 from tune_prune.core.errors import UserError
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 SHOWN_PROBLEMS = 5  # on the first screen; the appendix has all of them
 

@@ -10,7 +10,7 @@ import jinja2
 from markupsafe import Markup
 
 from tune_prune.analysis.render import messages
-from tune_prune.core.terminal.escapes import markdown, markdown_code
+from tune_prune.core.terminal import markdown, markdown_code
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tune_prune.analysis.render.messages import cell_text, label
 from tune_prune.analysis.tables.table import Table
-from tune_prune.core.terminal.escapes import printable
+from tune_prune.core.terminal import printable
 
 COLUMNS = 100
 _GAP = "  "

@@ -15,7 +15,7 @@ from tune_prune.analysis.input.measures import gold_logprobs
 from tune_prune.analysis.statistics import rules
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
 from tune_prune.analysis.statistics.draws import DrawItems, left_out
-from tune_prune.core.values.measures import wilson_stderr
+from tune_prune.core.measures import wilson_stderr
 
 FOLDS, REPEATS = 5, 20
 _BOOTSTRAP_DRAWS, _BOOTSTRAP_REPEATS = 100, 5  # for the standard error, which is then known to 7%

@@ -17,7 +17,7 @@ from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs, kl_bl
 from tune_prune.analysis.input.rows import config_of, configuration_of, plain_value, plain_values
 from tune_prune.analysis.statistics.draws import DrawVariance, added
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.values.measures import comparable
+from tune_prune.core.measures import comparable
 
 Items = Callable[[str], "pd.Series | None"]  # `read_items`, or an ItemReader
 FEW_ITEMS = 5  # of a task: with so few all differences are often equal, and their variance, of 0, says nothing

@@ -26,8 +26,8 @@ from tune_prune.analysis.input.items import check_items
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CONTROL, INTEGERS, best_first, configuration_of
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.measures import ACCURACY_DIGITS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.measures import ACCURACY_DIGITS
 
 SEED = "seed"  # the hyperparameter whose values are draws
 FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases

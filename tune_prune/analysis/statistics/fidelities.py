@@ -17,7 +17,7 @@ import pandas as pd
 from tune_prune.analysis.input.measures import GOLD, TEXTS, SliceMeans
 from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.statistics.draws import SEED
-from tune_prune.core.values.measures import ACCURACY_DIGITS
+from tune_prune.core.measures import ACCURACY_DIGITS
 
 FEWEST = 5  # trials: fewer have no ranking to speak of
 _ROWS = 512  # of the pairs of all trials that are compared at a time

@@ -27,12 +27,12 @@ from tune_prune.analysis.statistics.comparison import compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit
 from tune_prune.analysis.statistics.differences import Transfer, transfer
 from tune_prune.analysis.statistics.draws import DrawItems
-from tune_prune.analysis.statistics.hyperparameters.effects import Correlation, Trend
+from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.model_findings import ModelFindings
 from tune_prune.analysis.statistics.rules import NEEDS, RULES, WITHIN, none_within
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.values.measures import comparable
+from tune_prune.core.measures import comparable
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
 

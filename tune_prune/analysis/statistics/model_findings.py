@@ -21,16 +21,14 @@ from tune_prune.analysis.input.measures import GOLD, GoldReader, dense_folder, d
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, TASK_ITEMS
 from tune_prune.analysis.input.study import Model
-from tune_prune.analysis.statistics import draws
+from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.changes import MEASURES, Change, changes
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Difference, difference, measure_gaps
 from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
-from tune_prune.analysis.statistics.fidelities import Fidelity, fidelities
-from tune_prune.analysis.statistics.hyperparameters import effects
-from tune_prune.analysis.statistics.hyperparameters.effects import Correlation, Trend
-from tune_prune.analysis.statistics.hyperparameters.factors import (
+from tune_prune.analysis.statistics.effects import Correlation, Trend
+from tune_prune.analysis.statistics.factors import (
     NUMERIC,
     grid_size,
     levels_of,
@@ -38,10 +36,11 @@ from tune_prune.analysis.statistics.hyperparameters.factors import (
     reading,
     varied,
 )
-from tune_prune.analysis.statistics.hyperparameters.method_pairs import method_pairs
+from tune_prune.analysis.statistics.fidelities import Fidelity, fidelities
+from tune_prune.analysis.statistics.method_pairs import method_pairs
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.kinds import Whole
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.statistics.differences import Difference
-from tune_prune.core.values.measures import ACCURACY_DIGITS, MEASURES
+from tune_prune.core.measures import ACCURACY_DIGITS, MEASURES
 
 WITHIN = 2.0  # points below the dense model's accuracy that rule "smallest" allows if it is not told otherwise
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model

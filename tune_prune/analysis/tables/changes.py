@@ -16,7 +16,7 @@ from tune_prune.analysis.tables.configurations import (
     hyperparameter_columns,
 )
 from tune_prune.analysis.tables.table import Column, Table
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 _WORSE = {"kl_text": "text", "kl_tasks": "questions", GOLD: "right choices"}
 

@@ -13,8 +13,8 @@ from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.table import Column, Table, missing
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.kinds import Whole
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Whole
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 _WIDE = 3  # models: losses of more in percent, too, are no table that a page has room for

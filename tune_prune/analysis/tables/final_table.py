@@ -11,8 +11,8 @@ from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.changes import MEASURES
 from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
+from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
 from tune_prune.analysis.tables.changes import changes
 from tune_prune.analysis.tables.configurations import (
     PARAMETERS,
@@ -27,7 +27,7 @@ from tune_prune.analysis.tables.configurations import (
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
 from tune_prune.analysis.verdict import Verdict, verdicts
-from tune_prune.core.values.hyperparameters import RECIPE
+from tune_prune.core.hyperparameters import RECIPE
 
 _OF_ORIGINAL = replace(RETAINED, label="Of original")  # its accuracy; short, as tables on the screen have 100 columns
 _ON_SCREEN = (

@@ -13,7 +13,7 @@ from tune_prune.analysis.statistics.draws import mean_perplexity
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
 from tune_prune.analysis.tables.configurations import CONFIGURATIONS, MODEL, level_format, limits
 from tune_prune.analysis.tables.table import Column, Table, missing
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 
 def methods(findings: Findings) -> Table:

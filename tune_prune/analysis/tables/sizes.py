@@ -22,7 +22,7 @@ from tune_prune.analysis.tables.configurations import (
     limits,
 )
 from tune_prune.analysis.tables.table import Column, Table
-from tune_prune.core.values.measures import wilson_stderr
+from tune_prune.core.measures import wilson_stderr
 
 _VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
 _KEPT = Column("kept", "Parameters kept", "percent")

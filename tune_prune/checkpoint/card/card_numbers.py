@@ -10,8 +10,8 @@ from typing import Any
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import number
-from tune_prune.core.terminal.escapes import markdown, markdown_code
-from tune_prune.core.values.measures import wilson_interval, wilson_items
+from tune_prune.core.measures import wilson_interval, wilson_items
+from tune_prune.core.terminal import markdown, markdown_code
 from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2
 from tune_prune.models.gguf.files import GgufOrigin
 

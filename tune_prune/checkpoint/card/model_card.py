@@ -39,9 +39,9 @@ from tune_prune.checkpoint.generation_speed import conditions, rate
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
-from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.kinds import texts_of
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import texts_of
+from tune_prune.core.terminal import markdown, markdown_code, printable
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.methods import load_method
 

@@ -41,8 +41,8 @@ from tune_prune.checkpoint.gguf.architecture import (
 )
 from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
 from tune_prune.checkpoint.layers import LayerWidths, widths
+from tune_prune.core import terminal
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 
 _FLOATS = {
@@ -139,7 +139,7 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor in progress.over(tensors, "writing", "tensors"):
+        for tensor in terminal.over(tensors, "writing", "tensors"):
             values = tensor.values(torch_dtype if len(tensor.shape) > 1 else torch.float32, read)
             # numpy has no bfloat16, but its bits
             writer.write_tensor_data((values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy())

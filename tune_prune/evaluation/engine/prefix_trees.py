@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.core.terminal import progress
+from tune_prune.core import terminal
 from tune_prune.evaluation.engine.rows import (
     Request,
     RequestScores,
@@ -135,7 +135,7 @@ def score_planned(
     model: PreTrainedModel,
     rows: Rows,
     batch_tokens: int | None = None,
-    advance: progress.Advance = progress.unseen,
+    advance: terminal.Advance = terminal.unseen,
     residency: Residency = RESIDENT,
     scores: RequestScores | None = None,
 ) -> RequestScores:

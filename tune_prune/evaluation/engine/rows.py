@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.core.terminal import progress
+from tune_prune.core import terminal
 from tune_prune.evaluation.engine.passes import Batch, Pass, layer_by_layer, whole_model
 from tune_prune.models.families import family_of
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS, Head
@@ -144,7 +144,7 @@ def score_rows(
     rows: Sequence[Row],
     scores: RequestScores,
     batch_tokens: int | None = None,
-    advance: progress.Advance = progress.unseen,
+    advance: terminal.Advance = terminal.unseen,
     residency: Residency = RESIDENT,
 ) -> None:
     """Write the scores of the requests of `rows` into `scores`, each at its number.

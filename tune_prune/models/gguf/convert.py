@@ -22,9 +22,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tune_prune.core import temporary
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.process import temporary
 from tune_prune.models import weight_files
 from tune_prune.models.geometry import check_sizes
 from tune_prune.models.gguf import files, header

@@ -13,7 +13,7 @@ from pathlib import Path
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, parse_json
 from tune_prune.core.hashing import digest
-from tune_prune.core.storage.node_cache import cache_folder
+from tune_prune.core.object_storage import cache_folder
 
 VERSION = 2  # of how files are read: the same file read in another way is another model
 RECORD = "gguf.json"  # in the folder: what it was read from

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import torch
 
+from tune_prune.core import machine
 from tune_prune.core.errors import UserError
-from tune_prune.core.process import machine
-from tune_prune.core.process.machine import size
+from tune_prune.core.machine import size
 from tune_prune.models.runner.residency import Residency
 
 log = logging.getLogger(__name__)

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
+from tune_prune.core import terminal
 from tune_prune.core.artifact_cache import KEEP_EVERY_S
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.runner.devices import captured
 from tune_prune.models.runner.layer_runner import LayerRunner
@@ -120,7 +120,7 @@ def lora(
         before = float(kept["before"])
         training.restore(kept)
     samples, targets, saved = windows[fitted], dense[fitted], time.monotonic()
-    with progress.step("training", lambda: steps, "steps", lambda: training.done) as advance, progress.hidden():
+    with terminal.step("training", lambda: steps, "steps", lambda: training.done) as advance, terminal.hidden():
         while training.done < steps:
             rows = torch.arange(training.done * ROWS, (training.done + 1) * ROWS) % len(samples)
             training.step(samples[rows], targets[rows])

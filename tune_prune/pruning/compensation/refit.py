@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tune_prune.core.terminal import progress
+from tune_prune.core import terminal
 from tune_prune.models.families import Family
 from tune_prune.models.runner.hidden_states import SpilledStates
 from tune_prune.models.runner.layer_runner import LayerRunner
@@ -99,7 +99,7 @@ def least_squares(
     if residency.weights is not None:
         weights = SpilledStates(torch.device("cpu"), residency.spill_folder)
     blocks = []
-    with progress.step("repair", lambda: last + 1, "layers") as advance:
+    with terminal.step("repair", lambda: last + 1, "layers") as advance:
         carried = runner.embedded(batches)
         for index, layer in runner.layers(range(last + 1)) if last >= 0 else ():
             found = {role: _Inputs(kept) for role, kept in cut[index].items()}

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import code_digest, digest
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE
-from tune_prune.core.values.kinds import NORMALIZATIONS, SHAPES
+from tune_prune.core.hyperparameters import HYPERPARAMETERS, RECIPE
+from tune_prune.core.kinds import NORMALIZATIONS, SHAPES
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, load_statistic, parse
 

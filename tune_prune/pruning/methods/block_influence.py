@@ -13,8 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import Dense
-from tune_prune.pruning.methods.without_data import magnitude
+from tune_prune.pruning.methods import Dense, magnitude
 
 STATISTICS = ("block_influence",)
 SHAPES = ("free", "aligned")  # the third leaves the same of every layer

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tune_prune.core.terminal import progress
+from tune_prune.core import terminal
 from tune_prune.models.families import Family
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -44,7 +44,7 @@ class ForwardSums(Statistic):
         total: dict[str, torch.Tensor] = {}  # of the batches so far
         found: dict[int, dict[str, torch.Tensor]] = {n: {} for n in wanted}
         parts = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
-        with progress.step(
+        with terminal.step(
             f"{self.label}s", lambda: samples_run(wanted, step) * runner.num_layers, "samples x layers"
         ) as advance:
             for block in runner.blocks(parts):

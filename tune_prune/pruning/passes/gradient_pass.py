@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tune_prune.core.terminal import progress
+from tune_prune.core import terminal
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -178,7 +178,7 @@ def _whole(
     model = runner.model
     with (
         make(runner.family, decoder_layers(model, runner.family)) as sums,
-        progress.step("gradients", lambda: samples_run(wanted, step), "samples") as advance,
+        terminal.step("gradients", lambda: samples_run(wanted, step), "samples") as advance,
     ):
         losses = runner.losses
 
@@ -207,7 +207,7 @@ def _by_layer(
     last = runner.num_layers
     parts = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
     found: dict[int, list[T]] = {n: [] for n in wanted}
-    with progress.step("gradients", lambda: 2 * last, "layers") as advance, torch.no_grad():
+    with terminal.step("gradients", lambda: 2 * last, "layers") as advance, torch.no_grad():
         carried = runner.embedded(parts)
         states = carried.states  # by (batch, layer): its inputs; by batch: gradients of what it has given
         for batch in parts:

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core import terminal
 from tune_prune.core.artifact_cache import KEEP_EVERY_S
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
@@ -170,7 +170,7 @@ def removal_losses(
 
     kept = time.monotonic()
     total, done = len(windows) * len(removals), there * len(removals)
-    with progress.step("removals", lambda: total, "samples", lambda: done) as advance:
+    with terminal.step("removals", lambda: total, "samples", lambda: done) as advance:
         for block in runner.blocks(batches, 1 + len(sweeps[0])):
             for sweep in sweeps:
                 carried = runner.embedded(block)

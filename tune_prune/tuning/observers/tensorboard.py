@@ -15,7 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import hparams, scalar
 
-from tune_prune.core.process import temporary
+from tune_prune.core import temporary
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import Location, open_store
 from tune_prune.trial.trial import TrialProgress

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.terminal.escapes import say
+from tune_prune.core.terminal import say
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer

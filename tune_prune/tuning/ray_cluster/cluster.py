@@ -18,13 +18,12 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ig
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]  # generated
 from ray.exceptions import AuthenticationError
 
+from tune_prune.core import machine, terminal
 from tune_prune.core.errors import NotStarted, UserError
-from tune_prune.core.process import machine
-from tune_prune.core.terminal import progress
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
-from tune_prune.tuning.ray_cluster.watch.loss import RayLost, check_alive, silence_of, watched
+from tune_prune.tuning.ray_cluster.loss import RayLost, check_alive, silence_of, watched
 
 PROBE_TIMEOUT_S = 10.0
 
@@ -45,7 +44,7 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
         yield
         return
     with ExitStack() as stack:
-        with progress.waiting("starting: Ray, whose workers run the trials ..."):
+        with terminal.waiting("starting: Ray, whose workers run the trials ..."):
             if address is not None:
                 head = _join(address)
                 wait: Callable[[threading.Event], str] = partial(silence_of, head)

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
+from tune_prune.core import machine, temporary
 from tune_prune.core.errors import MachineError, UserError
-from tune_prune.core.process import machine, temporary
 from tune_prune.tuning.ray_cluster.local import INSTEAD
 
 ATTEMPTS = 2

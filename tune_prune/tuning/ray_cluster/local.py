@@ -17,9 +17,9 @@ from types import TracebackType
 
 import psutil
 
+from tune_prune.core import machine, temporary
 from tune_prune.core.errors import NotStarted, UserError
-from tune_prune.core.process import machine, temporary
-from tune_prune.tuning.ray_cluster.watch.loss import check_alive
+from tune_prune.tuning.ray_cluster.loss import check_alive
 
 INSTEAD = "try again when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
 _HEAD = "tune_prune.tuning.ray_cluster.head"

@@ -21,15 +21,15 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tune_prune.core import machine
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
-from tune_prune.core.process import machine
 from tune_prune.core.store import Location, open_store
-from tune_prune.cost_model.gpus import Gpu, visible_gpus
-from tune_prune.cost_model.memory_plan import on_this_machine
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.devices import NO_KERNELS_STEP, fast_at_bfloat16
+from tune_prune.tuning.gpus import Gpu, visible_gpus
+from tune_prune.tuning.memory_plan import on_this_machine
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources, slots_on
 
 WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all

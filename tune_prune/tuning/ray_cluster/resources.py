@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.process.machine import Memory, TooLittleMemory
-from tune_prune.cost_model.gpus import Gpu
+from tune_prune.core.machine import Memory, TooLittleMemory
+from tune_prune.tuning.gpus import Gpu
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
 USABLE_GPU_MEMORY = 0.9  # the rest is left to fragmentation and to what other programs may come to need
@@ -175,8 +175,8 @@ def limit_process(resources: TrialResources, gpu_free: Mapping[str, int]) -> Non
     context. `gpu_free`: bytes by kind of GPU that were free before the first trial, as other programs may hold some; else all."""
     import torch  # here, so that a command line can check its flags without it
 
-    from tune_prune.cost_model.memory import PROCESS_BYTES
     from tune_prune.models import loading
+    from tune_prune.tuning.memory import PROCESS_BYTES
 
     torch.set_num_threads(max(1, int(resources.cpus)))
     if resources.gpus > 0:

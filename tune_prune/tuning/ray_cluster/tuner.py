@@ -23,8 +23,8 @@ from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
+from tune_prune.core import temporary
 from tune_prune.core.errors import MachineError
-from tune_prune.core.process import temporary
 from tune_prune.core.store import TUNE
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.trial.failures import Hung, LostWorker
@@ -33,9 +33,9 @@ from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.observers.results import end, end_by_error, last_line
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.ray_cluster.deadline import Deadline
+from tune_prune.tuning.ray_cluster.handover import deaths_count_once
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH, PruneTrainable, message_in, work_of
-from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
-from tune_prune.tuning.ray_cluster.watch.handover import deaths_count_once
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 

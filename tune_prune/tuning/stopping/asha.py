@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from statistics import median
 
-from tune_prune.core.values.measures import comparable
+from tune_prune.core.measures import comparable
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, groups_of_draws

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from tune_prune.core.measures import MEASURES
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.values.measures import MEASURES
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, groups_of_draws

@@ -1,0 +1,370 @@
+"""Whether an experiment may go on, in the plan of the next search: what has changed, is damaged or is of another one is said."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.search_folders import TINY, data_folder, model_folder
+from tune_prune import embedded
+from tune_prune.commands.search_flags import parser, settings_from
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
+from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import library_versions
+from tune_prune.core.ledger import Ledger, write_baselines
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.core.validation import validated
+from tune_prune.data.perplexity_text import TEXT_FILE
+from tune_prune.pruning import methods
+from tune_prune.pruning.methods import load_method
+from tune_prune.tuning import experiment, search_space
+from tune_prune.tuning.plan import SearchSettings
+from tune_prune.tuning.preflight import make_plan
+
+pytestmark = pytest.mark.usefixtures("nothing_created")
+
+KEPT = (*TINY, "--storage-path", "kept", "--name", "mine")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """An experiment `kept/mine` of the smoke space with one finished trial."""
+    settings = SearchSettings(
+        ("tiny-llama",), "smoke", storage_path=str(tmp_path / "kept"), name="mine", tasks=("piqa",)
+    )
+    plan = make_plan(settings)
+    experiment.write(FolderStore(plan.experiment_dir), plan, ["python"])
+    config, key = plan.models[0].trials[0]
+    Ledger(FolderStore(plan.experiment_dir)).write(
+        TrialRecord(key=key, model="tiny-llama", config=asdict(config), status="complete")
+    )
+    return plan.experiment_dir
+
+
+AGAIN = (*KEPT, "--tasks", "piqa")
+
+
+def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> None:
+    assert "kept/mine (1 of 6 trials are done)" in plan_text(*AGAIN)
+
+
+def test_what_an_adaptive_search_has_left_is_counted_by_group(tmp_path: Path, plan_text: Callable[..., str]) -> None:
+    """As its searcher does: what is done beyond --num-trials without recovery is none of those with it."""
+    space = tmp_path / "space.yaml"
+    space.write_text("search: grid\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: [4, 8]\nrecovery: [none, lora]\n")
+    adaptive = (
+        "--search",
+        "optuna",
+        "--num-trials",
+        "2",
+        "--tasks",
+        "piqa",
+        "--name",
+        "mine",
+        "--storage-path",
+        "kept",
+    )
+    argv = ("--model", "tiny-llama", "--search-space", str(space), "--limit", "4", "--gpus-per-trial", "0", *adaptive)
+    plan = make_plan(settings_from(parser().parse_args(argv)))
+    store = FolderStore(plan.experiment_dir)
+    experiment.write(store, plan, ["python"])
+    model = plan.models[0]
+    write_baselines(
+        store,
+        {
+            "tiny-llama": TrialRecord(
+                trial_key(None, model.model_fingerprint, model.data_fingerprint, model.run),
+                "tiny-llama",
+                {},
+                "complete",
+            )
+        },
+    )
+    groups = {"none": [], "lora": []}
+    for config, key in model.trials:
+        groups[config.recovery].append(TrialRecord(key, "tiny-llama", asdict(config), "complete"))
+    for record in groups["none"]:
+        Ledger(store).write(record)
+    out = plan_text(*argv)
+    assert "kept/mine (2 of 4 trials are done)" in out and "nothing is left" not in out
+    assert re.search(r"^recovery +2 ", out, re.MULTILINE)
+    for record in groups["lora"][:2]:
+        Ledger(store).write(record)
+    out = plan_text(*argv)
+    assert "(4 of 4 trials are done)" in out and "nothing is left to compute" in out
+    assert "; 1 at once;" in out  # memory is planned for one
+
+
+def test_optuna_tries_no_more_than_one_group_has(
+    tmp_path: Path, plan_text: Callable[..., str], refusal: Callable[..., str]
+) -> None:
+    text = "search: optuna\nnum_trials: {}\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: 8\nrecovery: [none, lora]\n"
+    space = tmp_path / "space.yaml"
+    argv = ("--model", "tiny-llama", "--search-space", str(space), "--limit", "4", "--tasks", "piqa")
+    space.write_text(text.format(2))
+    assert "space: 2 of 2 configurations a model and recovery" in plan_text(*argv)
+    sentence = refusal(*argv, "--num-trials", "3")
+    assert "has only 2 configurations with one recovery; ask for at most 2, " in sentence
+    space.write_text(text.format(3))
+    with pytest.raises(
+        UserError, match="num_trials is 3; the space has 2 points with one recovery: write at most 2, or"
+    ):
+        search_space.load(str(space))
+    space.write_text(text.format(2).replace("search: optuna\nnum_trials: 2", "search: grid"))
+    assert "space: 2 of 2 configurations" in plan_text(*argv, "--search", "optuna")
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (("--limit", "5"), "limit was None, is 5"),
+        (("--perplexity-tokens", "100"), "perplexity_tokens was None, is 100"),
+        (("--seed", "1"), "seed was 0, is 1"),
+        (("--tasks", "piqa,boolq"), "tasks was piqa, is piqa,boolq"),
+        (("--pruning-ratio", "0.3"), "pruning_ratio was 0.2, is 0.3"),
+        (("--dtype", "bfloat16"), "dtype was float32, is bfloat16"),
+        (("--shape", "uniform"), "shape was free, is uniform"),
+        (("--calibration", "other.txt"), "calibration was embedded, is "),
+    ],
+)
+def test_changed_identity_is_refused_with_the_difference(
+    change: tuple[str, str], difference: str, started: Path, refusal: Callable[..., str]
+) -> None:
+    Path("other.txt").write_text(embedded.calibration_text())
+    before = (started / EXPERIMENT).read_bytes()
+    if "--dtype" not in change:
+        change = (*change, "--gpus-per-trial", "0")  # the weights' type follows the device
+    sentence = refusal(*AGAIN, *change, dry=False)
+    assert f"(tiny-llama: {difference}" in sentence and "--name" in sentence
+    assert sentence.count(" was ") == 2  # the experiment "was made", and the one thing that changed
+    assert (started / EXPERIMENT).read_bytes() == before
+
+
+def test_an_experiment_from_before_there_were_shapes_is_of_the_free_one(
+    started: Path, refusal: Callable[..., str], plan_text: Callable[..., str]
+) -> None:
+    about = json.loads((started / EXPERIMENT).read_text())
+    assert about["models"]["tiny-llama"]["meaning"].pop("shape") == "free"
+    del about["checksum"]
+    (started / EXPERIMENT).write_text(json.dumps(about))
+    assert "(1 of 6 trials are done)" in plan_text(*AGAIN)
+    assert "shape was free, is aligned-16" in refusal(
+        *AGAIN, "--shape", "aligned", "--align", "16", "--gpus-per-trial", "0"
+    )
+
+
+@pytest.mark.slow
+def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], plan_text: Callable[..., str]) -> None:
+    folder, data = model_folder(tmp_path / "m"), data_folder(tmp_path / "data")
+    settings = SearchSettings((str(folder),), "smoke", calibration="embedded", data_dir=str(data), name="mine")
+    plan = make_plan(settings)
+    kept = tmp_path / "kept" / "mine"
+    (kept / "ledger").mkdir(parents=True)
+    models = {"m": {"meaning": plan.models[0].identity()}}
+    (kept / EXPERIMENT).write_text(json.dumps({"models": models}))
+    argv = ("--model", folder, *KEPT[2:], "--calibration", "embedded", "--data-dir", data)
+    with (data / TEXT_FILE).open("a") as file:
+        file.write("one more line\n")
+    plan_text(*argv)  # nothing was computed yet: nothing can be mixed
+    (kept / "baseline.json").write_text("{}")
+    assert "m: the files of texts or tasks have changed" in refusal(*argv)
+    data_folder(tmp_path / "same")
+    assert "m: the model's files have changed" in refusal(
+        "--model", model_folder(tmp_path / "new" / "m", rms_norm_eps=0.1), *argv[2:-1], tmp_path / "same"
+    )
+
+
+OWN = '''"""A method of a user's."""
+STATISTICS = ("taylor",)
+
+
+def scores(dense):
+    return dense.statistics["taylor"].per_parameter(dense.geometry)
+'''
+
+
+@pytest.fixture
+def write_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A function that writes own.py, a method's file, which is loaded by whoever asks next."""
+    folder = tmp_path / "methods"
+    folder.mkdir()
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(folder)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(text: str) -> None:
+        (folder / "own.py").write_text(text)
+        importlib.invalidate_caches()
+        sys.modules.pop("tune_prune.pruning.methods.own", None)
+
+    yield write
+    write("")
+    vars(methods).pop("own", None)
+
+
+def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
+    tmp_path: Path, write_own: Callable[[str], None], plan_text: Callable[..., str], refusal: Callable[..., str]
+) -> None:
+    write_own(OWN)
+    space, others = tmp_path / "own.yaml", tmp_path / "others.yaml"
+    space.write_text("search: grid\nmethod: [own, random]\nseq_len: [16]\nnum_samples: [4, 8]\n")
+    others.write_text(space.read_text().replace("own", "taylor"))
+    argv = ("--model", "tiny-llama", "--search-space", str(space), "--storage-path", "kept", "--name", "mine")
+    argv += ("--gpus-per-trial", "0")
+    plan = make_plan(settings_from(parser().parse_args(argv)))
+    store = FolderStore(plan.experiment_dir)
+    experiment.write(store, plan, ["python"])
+    for config, key in plan.models[0].trials:
+        code = load_method(config.method).code
+        record = TrialRecord(key, "tiny-llama", config.to_dict(), "complete", method_code=code)
+        if (config.method, config.num_samples) == ("own", 8):
+            record = replace(record, method_code="")  # of an older version: nobody knows
+        Ledger(store).write(record)
+    done = "(3 of 3 trials are done)"
+    assert done in plan_text(*argv)
+    write_own(OWN.replace(" of a user's", "").replace("):\n    return", "):  # the same\n\n    return"))
+    assert done in plan_text(*argv)
+    write_own(OWN.replace("return ", "return -1 * "))
+    said = (
+        f"error: the code of method own (own.py, taylor.py) was changed after 1 trial of experiment {plan.experiment_dir}; give "
+        "the changed method another name, or start another experiment with --name"
+    )
+    assert refusal(*argv).strip() == said
+    with pytest.raises(UserError, match="the code of method own"):  # another search may have made them meanwhile
+        experiment.write(store, plan, ["python"])
+    assert "(1 of 3 trials are done)" in plan_text(*argv[:3], str(others), *argv[4:])  # random's
+    assert "own@" not in plan_text(*argv[:-3], "another", *argv[-2:])
+    write_own(OWN)
+    assert done in plan_text(*argv)
+
+
+@pytest.mark.parametrize("of", ["trial", "baseline"])
+def test_what_was_made_with_other_versions_is_said_where_something_is_left(
+    of: str, started: Path, caplog: pytest.LogCaptureFixture, plan_text: Callable[..., str]
+) -> None:
+    torch, transformers = (library_versions()[name] for name in ("torch", "transformers"))
+    store = FolderStore(started)
+    (record,) = Ledger(store).records()
+    (started / "ledger" / f"{record.key}.json").unlink()
+    meaning = (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]
+    key = trial_key(None, meaning["meaning"]["model"], meaning["meaning"]["data"], validated(ModelRun, meaning["run"]))
+
+    def warned(*argv: str, **versions: str) -> list[str]:
+        caplog.clear()
+        known = replace(record, **versions)
+        if of == "trial":
+            Ledger(store).write(known)
+        else:
+            write_baselines(store, {"tiny-llama": replace(known, key=key, config={})})
+        plan_text(*AGAIN, *argv)
+        (started / "ledger" / f"{record.key}.json").unlink(missing_ok=True)
+        return [one.getMessage() for one in caplog.records]
+
+    assert warned() == []  # of an older version: nobody knows
+    assert warned(torch_version=f"{torch}+cu999", transformers_version=transformers) == []  # another build
+    said = (
+        f"of the results in {started} some were made with other versions, which may have given other numbers than those to come: "
+        f"{{}}1 with transformers 4.0 (now {transformers}); install these again, or start another experiment with --name"
+    )
+    assert warned(torch_version=torch, transformers_version="4.0") == [said.format("")]
+    both = said.format(f"1 with torch 1.0 (now {torch}), ")
+    assert warned(torch_version="1.0+cpu", transformers_version="4.0") == [both]
+    if of == "trial":
+        only = Path("only.yaml")
+        values = record.config
+        only.write_text("".join(f"{name}: {values[name]}\n" for name in ("method", "seq_len", "num_samples")))
+        only.write_text(f"search: grid\n{only.read_text()}")
+        argv = ("--search-space", str(only))
+        assert warned(*argv, torch_version="1.0") == []  # nothing is left to mix it with
+
+
+def test_code_that_git_does_not_know_makes_a_checkout_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "checkout" / "tune_prune"
+    (package / "tuning").mkdir(parents=True)
+    monkeypatch.setattr(experiment, "__file__", str(package / "tuning" / "experiment.py"))
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert experiment.git_commit() is None  # no checkout
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.invalid", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(package.parent), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    assert experiment.git_commit() is None  # no commit yet
+    (package / "known.py").write_text("one = 1\n")
+    (package.parent / ".gitignore").write_text("mine.py\n__pycache__/\n")
+    git("add", ".")
+    git("commit", "-m", "all")
+    commit = git("rev-parse", "--short=12", "HEAD")
+    assert experiment.git_commit() == commit
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "known.pyc").write_bytes(b"")
+    (package.parent / "notes.py").write_text("")  # beside the package
+    assert experiment.git_commit() == commit
+    for name in ("tuning/own.py", "mine.py"):  # the latter is ignored by git, not by Python
+        (package / name).write_text("")
+        assert experiment.git_commit() == f"{commit}-dirty"
+        (package / name).unlink()
+    (package / "known.py").write_text("one = 2\n")
+    assert experiment.git_commit() == f"{commit}-dirty"
+    (package / "own.py").write_text("")
+    assert experiment.git_commit() == f"{commit}-dirty"
+
+
+NO_EXPERIMENT = ["{", "[]", '{"models": []}', '{"models": {"tiny-llama": 1}}', '{"models": null}', "{}"]
+NO_EXPERIMENT += [f'{{"models": {{"tiny-llama": {content}}}}}' for content in ("null", "{}", '{"meaning": null}')]
+
+
+@pytest.mark.parametrize("content", NO_EXPERIMENT)
+def test_damaged_experiment_file(content: str, started: Path, refusal: Callable[..., str]) -> None:
+    (started / EXPERIMENT).write_text(content)
+    said = refusal(*AGAIN)
+    assert str(started / EXPERIMENT) in said and "delete it" not in said  # which would lead nowhere
+    assert "restore it from a copy, or start another experiment with --name" in said
+
+
+def test_results_without_what_says_how_they_were_measured_are_refused(
+    started: Path, refusal: Callable[..., str]
+) -> None:
+    """Also where the same command would make the same file: whoever has lost it knows no better than the program."""
+    (started / EXPERIMENT).unlink()
+    for argv in (AGAIN, (*AGAIN, "--seed", "1")):
+        sentence = refusal(*argv)
+        assert f"experiment {started} has results but no experiment.json" in sentence and "--name" in sentence
+    assert not (started / EXPERIMENT).exists()
+
+
+def test_results_of_another_search_are_refused(started: Path, refusal: Callable[..., str]) -> None:
+    store = FolderStore(started)
+    (record,) = Ledger(store).records()
+    config = PruningConfig.from_dict(record.config)
+    Ledger(store).write(replace(record, key="0123456789abcdef"))  # of another seed, say
+    sentence = refusal(*AGAIN)
+    path = started / "ledger" / "0123456789abcdef.json"
+    assert (
+        sentence.startswith(f"error: {path} is of another search: its key would be {record.key}")
+        and "delete" in sentence
+    )
+    path.unlink()
+    run = validated(ModelRun, (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]["run"])
+    meaning = (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]["meaning"]
+    other = replace(config, pruning_ratio=0.3)
+    key = trial_key(other, meaning["model"], meaning["data"], run)
+    Ledger(store).write(replace(record, key=key, config=asdict(other)))
+    assert "its pruning_ratio is 0.3, in experiment.json 0.2" in refusal(*AGAIN)
+
+
+def test_damaged_ledger_is_known_before_the_search(started: Path, refusal: Callable[..., str]) -> None:
+    """Also a record of other trials: the tables at the end would trip over it, hours later."""
+    (started / "ledger" / "0123456789abcdef.json").write_text('{"key": ')
+    assert "0123456789abcdef.json" in refusal(*AGAIN)

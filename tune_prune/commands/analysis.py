@@ -1,0 +1,358 @@
+"""From trials to a decision and its evidence: `tune-prune analysis ray_results/NAME --output results`.
+
+Reads experiments (finished, running or half-lost) and published results files, and writes the best configuration of each
+model with everything that supports it: tables, figures, a report, a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tune_prune.core import terminal
+from tune_prune.core.config import check_label
+from tune_prune.core.ending import exit_code
+from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.files import check_writable, parse_json
+from tune_prune.core.parser import Parser
+from tune_prune.core.store import BEST_OF_MODEL, EXPERIMENT, LEDGER, FolderStore, Location, is_address, location
+from tune_prune.core.terminal import say
+
+if TYPE_CHECKING:
+    from tune_prune.analysis.input.study import Problem, Study
+    from tune_prune.analysis.statistics.findings import Findings
+
+RULES = (
+    "accuracy",
+    "perplexity",
+    "gold_logprob",
+    "kl",
+    "one-standard-error",
+    "pareto",
+    "smallest",
+    "retained-per-second",
+)  # rules.RULES, without its imports
+LANGUAGES = ("en", "zh")
+_SHOWN_PROBLEMS, _WIDTH = 10, 180
+_IN_DECISION = ("within_noise", "selection_bias")  # warnings that the first lines say
+_STEPS = 6  # imports, reading, statistics, layout, figures, tables and reports
+_OF_REPORT = ("rule", "within", "percent", "lang", "seed", "output")  # flags of what --export-study does not write
+_REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="tune-prune analysis",
+        usage="EXPERIMENT ...",
+        description="Report on searches, finished or not: the best configuration, how sure that is, tables, figures.",
+        examples={
+            "ray_results/NAME": "a report on one search, in results/report.html",
+            "ray_results/A ray_results/B --rule pareto": "several searches, models compared",
+            "ray_results/NAME --rule smallest --within 2": "the smallest model within 2 points of the original",
+            "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
+            "ray_results/NAME --export-study study.db": "for optuna-dashboard sqlite:///study.db",
+        },
+        common={
+            "what to read": ("EXPERIMENT", "--csv", "--baseline"),
+            "which is best": ("--rule", "--within"),
+            "what to write": ("--output", "--percent", "--lang", "--export-study"),
+        },
+    )
+    p.add_argument(
+        "folders", nargs="*", type=_place, metavar="EXPERIMENT",
+        help="folder of a search, as ray_results/NAME, or of several\n\nor a consolidated_<Model>_<percent>/",
+    )  # fmt: skip
+    p.add_argument(
+        "--csv", type=_labelled_path, action="append", default=[], metavar="MODEL=PATH",
+        help="a results file of a model, such as all_methods_results.csv; again for more",
+    )  # fmt: skip
+    p.add_argument(
+        "--baseline", type=_labelled_accuracy, action="append", default=[], metavar="MODEL=ACCURACY",
+        help="with --csv: accuracy of the original model, as Llama=0.651; again for more",
+    )  # fmt: skip
+    p.add_argument(
+        "--output",
+        type=_path,
+        default=Path("results"),
+        metavar="DIR",
+        help="folder of the report (default: %(default)s)",
+    )
+    p.add_argument(
+        "--rule", choices=RULES, default="accuracy", metavar="RULE",
+        help="""how the best is chosen (default: %(default)s)
+        accuracy             the most questions answered right
+        perplexity           the best at predicting text
+        gold_logprob         how likely right answers are; where accuracy guesses
+        kl                   predictions closest to the original model's
+        one-standard-error   the least sample text, within one standard error
+        pareto               the best trade-offs; of them the most accurate
+        smallest             the fewest parameters, at most --within less accurate
+        retained-per-second  accuracy for time, after tune-prune speed""",
+    )  # fmt: skip
+    p.add_argument(
+        "--within", type=_points, metavar="POINTS",
+        help="with smallest: points below the original model's accuracy (default: 2)",
+    )  # fmt: skip
+    p.add_argument(
+        "--percent", action="store_true",
+        help="write accuracies as 59.80, not .5980 (CSV and JSON files keep fractions)",
+    )  # fmt: skip
+    p.add_argument(
+        "--export-study", type=_path, metavar="FILE",
+        help="write only Optuna studies, to this SQLite file for optuna-dashboard",
+    )  # fmt: skip
+    p.add_argument("--overwrite", action="store_true", help="replace the file of --export-study")
+    p.add_argument("--lang", choices=LANGUAGES, default="en", help="language of the text report (default: %(default)s)")
+    p.add_argument(
+        "--seed",
+        type=whole_number(0, 2**32 - 1),
+        default=0,
+        metavar="S",
+        help="seed of the random parts of the statistics (default: 0)",
+    )
+    return p
+
+
+def _path(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; name a folder")
+    if is_address(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere"
+        )
+    return Path(text).expanduser()
+
+
+def _points(text: str) -> float:
+    try:
+        points = float(text)
+    except ValueError:
+        points = math.nan
+    if not 0 <= points <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of percentage points from 0 to 100, e.g. 2 or 0.5")
+    return points
+
+
+def _place(text: str) -> Location:
+    try:
+        return location(text).expanduser() if is_address(text) else _path(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _labelled_path(text: str) -> tuple[str, Location]:
+    label, equals, path = text.partition("=")
+    if not (label.strip() and equals and path.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
+    try:
+        check_label(label.strip(), f"the results of {path.strip():.60}")
+    except UserError as error:  # else argparse makes a sentence of its own, without the reason
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return label.strip(), _place(path.strip())
+
+
+def _labelled_accuracy(text: str) -> tuple[str, float]:
+    label, _, written = text.rpartition("=")
+    try:
+        accuracy = float(written.removesuffix("%"))
+    except ValueError:
+        accuracy = 0.0
+    if written.endswith("%") or accuracy > 1:
+        accuracy /= 100
+    if not label.strip() or not 0 < accuracy <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not MODEL=ACCURACY with a fraction above 0 or a percentage, e.g. Llama=0.651 or Llama=65.1"
+        )
+    return label.strip(), accuracy
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _main(arguments), advice="the same command writes everything again")
+
+
+@terminal.shown()
+def _main(argv: list[str]) -> None:
+    """Read what was named, write everything about it below --output, and say what a person must know of it.
+
+    UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
+    output that cannot be written.
+    """
+    flags = parser()
+    args = flags.parse_args(argv)
+    if not args.folders and not args.csv:
+        raise UserError(
+            "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
+        )
+    if args.overwrite and args.export_study is None:
+        raise UserError("--overwrite is for --export-study; leave it out: what is in --output is replaced by the newer")
+    if args.export_study is not None:
+        if ignored := [name for name in _OF_REPORT if getattr(args, name) != flags.get_default(name)]:
+            raise UserError(
+                f"--{ignored[0]} is for the report, and --export-study writes the trials alone; leave it out, or give two commands"
+            )
+        from tune_prune.analysis.input.reading import read_study
+        from tune_prune.analysis.optuna_study import export_study
+
+        say(export_study(lambda: read_study(args.folders, args.csv, args.baseline), args.export_study, args.overwrite))
+        return
+    if args.within is not None and args.rule != "smallest":
+        raise UserError(f"--within {args.within:g} is for --rule smallest; give that rule, or leave it out")
+    output, started, seconds = args.output, time.monotonic(), dict[str, float]()
+
+    check_output(output)
+    from tune_prune.analysis.decision import decision
+    from tune_prune.analysis.input.reading import read_study
+    from tune_prune.analysis.render.messages import accuracies_in_percent
+    from tune_prune.analysis.statistics.findings import find
+    from tune_prune.analysis.statistics.rules import WITHIN
+
+    with terminal.step("analysis", lambda: _STEPS, "steps") as advance:
+
+        def done(step: str) -> None:
+            seconds[step] = time.monotonic() - started - sum(seconds.values())
+            advance(1)
+
+        done("imports")
+        study = read_study(args.folders, args.csv, args.baseline)
+        done("reading")
+        findings = find(study, args.rule, args.seed, WITHIN if args.within is None else args.within)
+        if not findings.models:
+            raise UserError(why_nothing(study))
+        done("statistics")
+        files = write_analysis(findings, output, args.lang, args.percent, done)
+    counts = Counter(path.relative_to(output).parts[0] for path in files)
+    others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
+    with accuracies_in_percent(args.percent):
+        say(decision(findings, _to_keep(files)))
+        page, *reports = _REPORTS
+        say(f"wrote        {output / page}, to be opened in a browser")
+        say(f"             beside it {', '.join([*reports, *others])}\n")
+        say(describe(findings))
+    steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
+    say(f"took         {time.monotonic() - started:.1f} s ({steps})")
+
+
+def _to_keep(files: list[Path]) -> dict[str, str]:
+    """By model the command that saves the configuration that the rule has chosen, where it is known what was searched."""
+    from tune_prune.analysis.verdict import folder_name
+
+    lines = {}
+    for path in (path for path in files if path.name == BEST_OF_MODEL):
+        entry = parse_json(path)
+        if entry["source"] is not None and entry["selection"].get("smallest_of_all_ratios", True):
+            kept = ["--config", str(path), "--output", folder_name(entry["model"])]
+            lines[entry["model"]] = shlex.join(["tune-prune", "prune", *kept])
+    return lines
+
+
+def write_analysis(
+    findings: Findings,
+    output: Path,
+    language: str = "en",
+    percent: bool = False,
+    done: Callable[[str], None] = lambda step: None,
+) -> list[Path]:
+    """Write everything about `findings` below `output`; returns the files beside the reports. `done` is called as a step ends."""
+    from tune_prune.analysis.figures.figures import draw_all
+    from tune_prune.analysis.layout import write_layout
+    from tune_prune.analysis.render.messages import accuracies_in_percent
+    from tune_prune.analysis.render.page import render
+    from tune_prune.analysis.render.paragraphs import paragraphs
+    from tune_prune.analysis.render.report import report
+    from tune_prune.analysis.tables.all_tables import write_tables
+
+    with accuracies_in_percent(percent):
+        files = write_layout(findings, output)
+        done("layout")
+        figures = draw_all(findings, output / "figures")
+        done("figures")
+        files += [*figures, *write_tables(findings, output / "tables")]
+        texts = render(findings, figures, _to_keep(files)), report(findings, language), *paragraphs(findings)
+        FolderStore(output).put_all(dict(zip(_REPORTS, texts, strict=True)))
+    done("tables and reports")
+    return files
+
+
+def check_output(output: Path) -> None:
+    """That `output` can be written, before anything is computed for it; creates nothing."""
+    try:
+        check_writable(output.absolute())
+    except OSError as error:
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
+    if (output / EXPERIMENT).exists():
+        raise UserError(
+            f"--output {output} is an experiment, whose own files a search writes; choose another folder, e.g. "
+            f"{output / 'analysis'}"
+        )
+
+
+def why_nothing(study: Study) -> str:
+    """Why there is nothing to decide in a study without an eligible trial, in a sentence."""
+    from tune_prune.analysis.input.rows import ranked
+    from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
+
+    models = study.models.values()
+    if any(len(ranked(model.rows)) for model in models):
+        return (
+            f"{STOPPED_DRAWS}, so nothing can be compared; search again under another --name, without --scheduler and --kl-filter "
+            "or with --draws in place of --seeds"
+        )
+    if any(model.rows["success"].any() for model in models):
+        return "no complete trial has a finite acc_mean, so nothing can be compared; look at the column acc_mean of the results"
+    count, names = sum(len(model.rows) for model in models), ", ".join(study.models)
+    problems = [problem for model in models for problem in model.problems]
+    problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
+    damaged = [problem for problem in problems if f"/{LEDGER}/" in problem.where]
+    if not count and damaged:
+        return (
+            f"no trial of {names} can be read, e.g. {damaged[0].where}: {damaged[0].what}; restore what is damaged from a copy, or "
+            "delete it and run the search again"
+        )
+    if not count:
+        return f"{names} has no finished trial yet; run the search first"
+    why = f"e.g. {problems[0].what} ({problems[0].where})" if problems else "none has ended"
+    return f"none of the {count} trials of {names} is complete ({why}); run the search until one is"
+
+
+def describe(findings: Findings) -> str:
+    """The rest of the screen: what was read, what is wrong with it, and what to beware of."""
+    from tune_prune.analysis.input.message import Message
+    from tune_prune.analysis.render.messages import format_message, note_sentences, one_line
+    from tune_prune.analysis.render.text import text_table
+    from tune_prune.analysis.tables.sizes import smallest
+    from tune_prune.analysis.tables.trial_tables import counts
+
+    models = findings.study.models.values()
+    lines = [f"read         {m.label}: {counts(m)} from {', '.join(map(str, m.origins))}" for m in models]
+    distinct: dict[tuple[str, str], Problem] = {}  # what is wrong with a file of several models once
+    for problem in (problem for model in models for problem in model.problems):
+        distinct.setdefault((problem.where, problem.what), problem)
+    problems = sorted(distinct.values(), key=lambda p: p.kind == "stopped_early")  # as the search meant it: last
+    for problem in problems[:_SHOWN_PROBLEMS]:
+        text = ": ".join(filter(None, (problem.model, problem.where, problem.what)))
+        lines.append(f"{'note' if problem.kind == 'note' else 'problem':13}{one_line(text, _WIDTH)}")
+    if len(problems) > _SHOWN_PROBLEMS:
+        lines.append(f"             and {len(problems) - _SHOWN_PROBLEMS} more, all in report.html")
+    if (near := smallest(findings)) is not None:
+        sizes = near.pick("model", "config", "kept", "acc_mean", "difference", "within")
+        lines += ["", sizes.title, text_table(sizes), *note_sentences(sizes, best="*"), ""]
+    warnings: dict[str, list[str]] = {}
+    for label, found in findings.models.items():
+        for warning in found.warnings:
+            if warning.kind not in _IN_DECISION:
+                warnings.setdefault(format_message(warning), []).append(label)
+    lines += [f"warning      {', '.join(labels)}: {text}" for text, labels in warnings.items()]
+    if findings.without:
+        lines.append(f"warning      {format_message(Message('note_without', {'names': findings.without}))}")
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""What `evaluate` prints: the checkpoint, every stage as it ends, and the result as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from tune_prune.analysis.render.messages import acc, pm
+from tune_prune.checkpoint.manifest import MANIFEST, Manifest
+from tune_prune.checkpoint.recorded import Recorded
+from tune_prune.checkpoint.sizes import aligned
+from tune_prune.commands.plan_text import perplexity_text_of
+from tune_prune.core.records import StageReport
+from tune_prune.evaluation.evaluation import Evaluation
+from tune_prune.pruning.methods import read_by
+
+
+def checkpoint_line(manifest: Manifest) -> str:
+    """A line for a pruned checkpoint: what it was made from, and how."""
+    return (
+        f"checkpoint   {manifest.base.label}, {manifest.plan.removed_fraction:.1%} of its parameters removed by "
+        f"{manifest.config.in_words(read_by(manifest.config))}; its files are those that {MANIFEST} lists"
+    )
+
+
+def stage_line(report: StageReport) -> str:
+    """A line for a stage that is done. The error of an accuracy stands with the result (`result_text`)."""
+    metrics, seconds = report.metrics, f"{report.duration_s:.1f} s"
+    if report.stage == "kl":
+        values = ", ".join(
+            f"{name} {metrics[f'kl_{name}']:.4f}" for name in ("text", "tasks") if f"kl_{name}" in metrics
+        )
+        return f"KL           {values}  ({report.tokens:,} tokens, {seconds})"
+    if report.stage == "perplexity":
+        return f"perplexity   {_perplexity(metrics['ppl'])}  ({report.tokens:,} tokens, {seconds})"
+    questions = f"{report.items_scored:,} of {report.items_total:,} questions"
+    return f"accuracy     {acc(metrics['acc_mean'])}  ({questions}; {report.tokens:,} tokens, {seconds})"
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100_000 else f"{value:.3g}"
+
+
+def result_text(found: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None] | None = None) -> str:
+    """The result as text for the screen: what it comes to, KL where it was measured, perplexity, a row per task; the
+    log-probabilities of right answers are in nats. `earlier`: numbers recorded for a pruned checkpoint, to stand beside the
+    measured ones; `baseline`: those of its original."""
+    metrics = found.record.metrics
+    beside = () if earlier is None else ("recorded", "difference")
+    rows = [("task", "metric", "accuracy", *beside, "chance", "questions", "log-prob of right")]
+    for task, row in found.tasks.iterrows():
+        beside = () if earlier is None else _beside(row["accuracy"], earlier.accuracies.get(task))
+        accuracy = _accuracy(row["accuracy"], row["stderr"])
+        rows.append(
+            (task, row["metric"], accuracy, *beside, acc(row["chance"]), f"{row['items']:,}", _gold(metrics, task))
+        )
+    beside = () if earlier is None else _beside(found.acc_mean, earlier.acc_mean)
+    accuracy, chance = _accuracy(found.acc_mean, found.acc_mean_stderr), acc(metrics["chance_acc_mean"])
+    rows.append(("mean", "", accuracy, *beside, chance, f"{len(found.items):,}", _gold(metrics, "mean")))
+    text, compared = perplexity_text_of(found.run), ""
+    if earlier is not None and earlier.ppl is not None:
+        compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(found.ppl, earlier.ppl)}"
+    return "\n".join(
+        [
+            f"result       accuracy {accuracy}, perplexity {_perplexity(found.ppl)}{_known(found, earlier, baseline or {})}",
+            "",
+            *_kl_lines(found, earlier),
+            f"perplexity {_perplexity(found.ppl)} on {text}, windows of {found.perplexity_window:,} tokens{compared}",
+            "",
+            *aligned(rows, left=2),
+        ]
+    )
+
+
+def _known(found: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None]) -> str:
+    """The original's accuracy and what was recorded of this model, as far as both can be compared with the result."""
+    if earlier is None or earlier.acc_mean is None:
+        return ""
+    pairs = [(found.acc_mean, earlier.acc_mean), *([] if earlier.ppl is None else [(found.ppl, earlier.ppl)])]
+    same = all(_difference(*pair) == "0" for pair in pairs)
+    said = (
+        ", both as recorded"
+        if same and earlier.ppl is not None
+        else ", accuracy as recorded"
+        if same
+        else ", recorded otherwise"
+    )
+    original = baseline.get("acc_mean")
+    return said if original is None else f"{said}; the original's accuracy is {acc(original)}"
+
+
+def _kl_lines(found: Evaluation, earlier: Recorded | None) -> list[str]:
+    """A line for each text that KL to the original was measured on."""
+    on, lines = {"text": "the perplexity text", "tasks": "right answers"}, []
+    for name, (value, stderr) in found.kl.items():
+        recorded = None if earlier is None else earlier.kl.get(name)
+        compared = "" if recorded is None else f"; recorded {recorded:.4f}, difference {_difference(value, recorded)}"
+        error = "" if math.isnan(stderr) else f" ± {stderr:.4f}"
+        lines.append(f"KL         {value:.4f}{error} nats per token on {on[name]}{compared}")
+    return lines
+
+
+def _gold(metrics: Mapping[str, float], task: str) -> str:
+    """The log-probability of the right answer in nats, with its standard error."""
+    value, stderr = (metrics.get(f"gold_logprob_{task}{end}", math.nan) for end in ("", "_stderr"))
+    return pm(value, stderr, "nats")
+
+
+def _accuracy(value: float, stderr: float) -> str:
+    """As the final table of a search writes it, with the error of one that is all right or all wrong, too."""
+    return acc(value) if math.isnan(stderr) else f"{acc(value)} ± {acc(stderr)}"
+
+
+def _beside(measured: float, recorded: float | None) -> tuple[str, str]:
+    """The cells "recorded" and "difference"."""
+    return ("–", "–") if recorded is None else (acc(recorded), _difference(measured, recorded))
+
+
+def _difference(measured: float, recorded: float) -> str:
+    """0 only where the two are the same number."""
+    if measured == recorded or (math.isnan(measured) and math.isnan(recorded)):
+        return "0"
+    difference = measured - recorded
+    return f"{difference:+.4f}" if 1e-4 <= abs(difference) < 1e5 else f"{difference:+.1e}"

@@ -1,0 +1,358 @@
+"""Models as the public API opens them (tune_prune/commands/api.py): measured, pruned, saved. Imports torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tune_prune import embedded
+from tune_prune.checkpoint import origin
+from tune_prune.checkpoint.manifest import Format, Manifest
+from tune_prune.checkpoint.save import check_folder, save_checkpoint, shard_bytes_of
+from tune_prune.commands import measuring, prune_request
+from tune_prune.commands.prune_request import PruneRequest
+from tune_prune.core import temporary
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import EMBEDDED_DATA, ModelRun, PruningConfig
+from tune_prune.core.errors import UserError, require
+from tune_prune.core.records import StageReport
+from tune_prune.core.store import Location
+from tune_prune.data import calibration
+from tune_prune.data.sources import Contents
+from tune_prune.evaluation.evaluation import Evaluation
+from tune_prune.models import catalog, loading
+from tune_prune.models.catalog import ModelSource
+from tune_prune.models.loading import LoadedModel
+from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
+from tune_prune.models.runner.out_of_memory import first_that_fits, release
+from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning import surgery
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.selection import target_params
+from tune_prune.pruning.statistics import PassWork
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.fallback import Fallback, load
+from tune_prune.trial.recipe import Recipe
+from tune_prune.trial.trial import Trial
+from tune_prune.tuning.memory import Shapes
+from tune_prune.tuning.memory_plan import StageMemory, choose_within, on_this_machine
+from tune_prune.tuning.resolve import DenseModel
+from tune_prune.tuning.workload import LONGEST_ROW, passes_of, recipe_passes
+
+
+class Model:
+    """A language model as `open` finds it. Its weights are loaded when they are needed, and are in memory once.
+
+    label      its name in tables and file names
+    run        the settings that it was opened with, a core.config.ModelRun
+    device     "cpu" or "cuda"
+    geometry   its layers: KV groups, MLP channels and what each costs in parameters (models/geometry.py)
+    manifest   what is recorded of a checkpoint that was pruned before; None for any other model
+    params     number of parameters
+    tokenizer  of transformers
+    gguf       the GGUF file that it was read from (file, quantization, sha256), or None; `file`, where that is
+    """
+
+    def __init__(
+        self,
+        run: ModelRun,
+        device: str = "auto",
+        calibration: str | None = None,
+        perplexity_window: int | None = None,
+        memory: int | None = None,
+        base: str | None = None,
+    ) -> None:
+        """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed.
+        `perplexity_window`: None: as recorded of a checkpoint, else the run's. `memory`: bytes that `prune` and `evaluate` may
+        take; None: what is free then. `base`: the model that a checkpoint was pruned from; None: where its manifest says."""
+        self.device = loading.pick_device(device)
+        self._source = catalog.resolve(run.model, run.revision)
+        self.hf_config = loading.load_config(self._source)  # of transformers
+        self.manifest: Manifest | None = origin.verify(self._source, self.hf_config)
+        if self.manifest is not None and run.data_dir is None and self.manifest.base_name in embedded.MODEL_NAMES:
+            run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
+        recorded = None if self.manifest is None else self.manifest.source
+        window = perplexity_window or (recorded or run).protocol.perplexity_window
+        run = replace(run, protocol=replace(run.protocol, perplexity_window=window))
+        self.geometry = loading.config_geometry(self.hf_config)[1]
+        self.run, self.label, self.params = run, run.label, self.geometry.total_params
+        self.gguf, self.found_as, self.file = self._source.gguf, self._source.found_as, self._source.file
+        self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
+        loading.check_weights(self._source, self.hf_config)
+        self._calibration, self._memory, self._base = calibration, memory, base
+        self._loaded: LoadedModel | None = None
+        self._fallback = Fallback()
+        # What was computed for this model, and is found again; what a search has measured is not asked for.
+        self._folder = temporary.make()
+        weakref.finalize(self, temporary.remove, self._folder)
+
+    def __repr__(self) -> str:
+        size = f"{self.params:,} parameters, {self.geometry.num_layers} layers"
+        return f"Model {self.label}: {size}, {self.run.dtype} on {self.device}"
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, a torch module in eval mode. Nothing may change its weights: pruned models share them."""
+        return self.loaded().model
+
+    def prune(
+        self,
+        method: str,
+        ratio: float = 0.2,
+        seq_len: int | None = None,
+        num_samples: int | None = None,
+        *,
+        removal_divisor: int | None = None,
+        removal_power: float | None = None,
+        normalization: str | None = None,
+        layer_cap: float | None = None,
+        steps: int | None = None,
+        shape: str | None = None,
+        align: int | None = None,
+        compensation: str = "none",
+        damping: float | None = None,
+        refit_tokens: int | None = None,
+        recovery: str = "none",
+        recovery_steps: int | None = None,
+        recovery_rate: float | None = None,
+        recovery_rank: int | None = None,
+        on_stage: Callable[[StageReport], object] = id,
+    ) -> PrunedModel:
+        """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
+
+        method           how groups are scored, such as taylor, blockwise, gate_fisher or block_influence (docs/methods.md)
+        ratio            fraction of ALL parameters to remove, above 0 and below 1
+        seq_len, num_samples    tokens per calibration sample, and samples; needed by every method that reads data
+        removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
+        removal_power, normalization, layer_cap    how much each layer gives (docs/methods.md, "Selection"); None: 1, none and 1
+        steps            in which the groups are removed, with statistics of what is left taken again between them; None: 1
+        shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform, the
+                         same in every layer; None: free, from 1B parameters on aligned
+        compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
+        damping, refit_tokens    of a refit: how strongly it keeps to the old weights, its calibration tokens; None: 0.1, 16,384
+        recovery         none, or lora: adapters are trained and merged; recovery_steps, _rate and _rank None: 100, 0.001 and 8
+        on_stage         is called with each stage's report (name, seconds, tokens) as it ends
+
+        Statistics of an earlier call, or of a search in ./ray_results, are used again. Raises UserError for a value out of bounds,
+        a ratio that the model cannot give up, too short a text, and a model that is already pruned.
+        """
+        values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
+        values |= dict(removal_divisor=removal_divisor, removal_power=removal_power, normalization=normalization)
+        values |= dict(layer_cap=layer_cap, compensation=compensation, damping=damping, refit_tokens=refit_tokens)
+        values |= dict(steps=steps, recovery=recovery, recovery_steps=recovery_steps)
+        values |= dict(recovery_rate=recovery_rate, recovery_rank=recovery_rank)
+        return self.execute(self.request(values, align), on_stage)
+
+    def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
+        """What `prune` is asked for, checked: `values` by the names of HYPERPARAMETERS, None or absent: the default.
+        Raises UserError."""
+        source = self._source
+        origin.require_dense(source, self.hf_config)
+        text = self._calibration or calibration.resolve(None, self.run.data_dir, source.kind == "embedded")
+        run = replace(self.run, calibration=text)
+        return prune_request.from_values(
+            DenseModel(source, run, self.hf_config, self.geometry, self.tokenizer), values, align
+        )
+
+    def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], object] = id) -> PrunedModel:
+        """The pruned model of a request: by the plan of a search where there is one, else found as in a trial. Raises UserError."""
+        origin.require_dense(self._source, self.hf_config)
+        known = request.fingerprint
+        if known is not None and not loading.is_model_of(known, self._source, self.hf_config):
+            raise UserError(
+                f"{self._source.location} is not the model that was searched (the contents of its files differ); name that one "
+                "with --base, or search again"
+            )
+        config, plan = request.config, request.plan
+        if plan is not None and not config.changes_weights:  # no text has to be there
+            return PrunedModel(self, request, Recipe(plan))
+        context = self._context(request.run, self._way(config, plan), request.artifact_dir)
+        trial = Trial(config, context, key="")  # nothing is measured: no tasks have to be there
+        for report in trial.recipe(config, plan):
+            on_stage(report)
+        assert trial.made is not None
+        return PrunedModel(self, request, trial.made)
+
+    def _way(self, config: PruningConfig, plan: PruningPlan | None) -> Residency:
+        """The fastest to hold the model in that fits while it is pruned, by `plan` where that is known. Raises UserError."""
+        removed = target_params(self.geometry, config.pruning_ratio, config.shape, config.layer_cap)
+        wanted, cut = passes_of if plan is None else recipe_passes, self._shapes.pruning
+        passes = wanted([config], self.geometry.num_layers, self.device)
+        what = f"to prune {self.label} by {config.name}"
+        return self._fastest(passes, lambda way: [cut(removed, way)], what, removed)
+
+    def way_to_measure(self, run: ModelRun, removed_params: int | None = None, kl: bool = False) -> Residency:
+        """The same while it is measured, or a copy without so many parameters; with `kl` beside its base model."""
+        tokens = len(Contents(run).perplexity_tokens(self.tokenizer, self.hf_config.vocab_size))
+        positions = self.hf_config.max_position_embeddings
+        read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
+        measured, itemsize = partial(self._shapes.evaluation, removed_params, *read), self._shapes.itemsize
+        beside = [measuring.base_memory(self.base, itemsize, self.device, *read)] if kl else []
+        return self._fastest([], lambda way: [*measured(way=way), *beside], f"to measure {self.label}", removed_params)
+
+    def _ways_to_save(self, dtype: torch.dtype, whole: bool) -> list[Residency]:
+        """A tensor at a time from its files; before that from memory, where the model is there in `dtype`. `whole`: only so."""
+        kept = self._loaded
+        there = kept is not None and kept.model.dtype == dtype and not kept.residency.from_files
+        streamed = [Residency(from_files=True)] if not whole and readable_in_place(self._source) else []
+        return [RESIDENT, *streamed] if there or not streamed else streamed
+
+    @property
+    def _shapes(self) -> Shapes:
+        return Shapes(self.geometry, self.hf_config, getattr(torch, self.run.dtype).itemsize, self.device)
+
+    def _fastest(
+        self,
+        passes: Sequence[tuple[str, PassWork]],
+        evaluation: Callable[[Residency], Sequence[StageMemory]],
+        what: str,
+        removed: int | None = 0,
+    ) -> Residency:
+        readable, bounds = readable_in_place(self._source), on_this_machine()
+        ways, streamed = (self._shapes.ways(passes, evaluation, files, removed) for files in (readable, True))
+        release(torch.device(self.device))  # what torch keeps of earlier work is free, too
+        bounds["device"] = torch.cuda.mem_get_info()[0] if self.device == "cuda" else bounds["host"]
+        if self._loaded is not None and not self._loaded.residency.from_files:
+            bounds["device"] += ways[0].weights
+        return choose_within(ways, bounds, self._memory, what, "", streamed, to_bring_layers(readable, 1)).way
+
+    @cached_property
+    def base(self) -> ModelSource:
+        """Where the model is that a checkpoint was pruned from. Raises UserError where it is not known, or another one is there."""
+        return measuring.base_of(self.label, self.manifest, self._base)
+
+    def evaluate(
+        self,
+        limit: int | None = None,
+        tasks: Sequence[str] | str | None = None,
+        on_stage: Callable[[StageReport], object] = id,
+        kl: bool = False,
+    ) -> Evaluation:
+        """Perplexity and zero-shot accuracies (fractions, with standard errors), by the protocol of a search's trials: the numbers
+        of a search's dense baseline.
+
+        limit     at most this many items per task, the first ones; None: all
+        tasks     names of zero-shot tasks, as a list or with commas between them; None: the seven of core.config.ZERO_SHOT_TASKS
+        on_stage  is called with each stage's report as it ends; those of the zero-shot stages have the accuracies so far
+        kl        measure a checkpoint's KL divergence from the model that it was pruned from, too, as a search does
+
+        Raises UserError where texts, tasks or that model are not available.
+        """
+        return self._measured(self.protocol(limit, tasks), None, None, on_stage, kl)
+
+    def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
+        """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
+        return measuring.as_measured(self.run, limit, tasks)
+
+    def _measured(
+        self,
+        run: ModelRun,
+        config: PruningConfig | None,
+        recipe: Recipe | None,
+        on_stage: Callable[[StageReport], object],
+        kl: bool = False,
+    ) -> Evaluation:
+        context = self._context(run, self.way_to_measure(run, recipe.plan.removed_params if recipe else None, kl))
+        return measuring.measure(context, config, recipe, self.base if kl else None, on_stage)
+
+    def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
+        """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
+        dense = self.loaded(way=self._fallback.begin(way), fallback=self._fallback)
+        store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)
+        return TrialContext(run, dense, store, self._fallback, let_go)
+
+    def loaded(
+        self, dtype: torch.dtype | None = None, way: Residency = RESIDENT, fallback: Fallback | None = None
+    ) -> LoadedModel:
+        """In `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves them in their
+        files; with a `fallback` also where they do not fit. One copy is kept, the last. Raises UserError."""
+        dtype = dtype or getattr(torch, self.run.dtype)
+        kept = self._loaded
+        if kept is None or kept.model.dtype != dtype or kept.residency.from_files != way.from_files:
+            self._loaded = kept = None  # before the weights are loaded again
+            held = fallback or Fallback(way)
+            self._loaded = kept = load(self._source, dtype, self.device, self.label, held, held is fallback)
+            way = held.way
+        return replace(kept, residency=replace(way, weights=kept.residency.weights, device=kept.residency.device))
+
+
+class PrunedModel:
+    """A pruned model.
+
+    dense      the Model that it was made from
+    config     its PruningConfig: method, seq_len, num_samples and the other hyperparameters
+    plan       its PruningPlan: kept_groups and kept_channels, indices by layer; removed_params, removed_fraction
+    params     number of parameters
+    tokenizer  of transformers, the dense model's
+    notes      sentences on what was done to its weights besides the cut, and what was asked for in vain
+    """
+
+    def __init__(self, dense: Model, request: PruneRequest, recipe: Recipe) -> None:
+        self.dense, self.config, self.plan = dense, request.config, recipe.plan
+        self.params = recipe.plan.total_params - recipe.plan.removed_params
+        self.tokenizer = dense.tokenizer
+        self._request, self._recipe, self.notes = request, recipe, recipe.notes(request.config)
+
+    def __repr__(self) -> str:
+        size = f"{self.params:,} parameters, {self.plan.removed_fraction:.2%} removed"
+        return f"PrunedModel of {self.dense.label} by {self.config.name}: {size}"
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model itself, a torch module in eval mode that generates as the dense one does. It shares memory with that: to
+        train it, load what `save` has written."""
+        loaded = self.dense.loaded()
+        return surgery.prune(loaded.model, loaded.family, self.plan, self._recipe.changes)
+
+    def evaluate(
+        self,
+        limit: int | None = None,
+        tasks: Sequence[str] | str | None = None,
+        on_stage: Callable[[StageReport], object] = id,
+    ) -> Evaluation:
+        """As `Model.evaluate` with `kl`: the numbers of its trial in a search, but for items_in_calibration, which that has."""
+        return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self._recipe, on_stage)
+
+    def save(
+        self,
+        folder: str | Path,
+        format: Format = "hf",
+        *,
+        dtype: str | None = None,
+        shard_gb: float = 5.0,
+        overwrite: bool = False,
+        measure: bool = False,
+    ) -> Manifest:
+        """Write it to `folder` as a checkpoint that loads elsewhere, whole or not at all; returns its Manifest (files, sizes,
+        configuration, plan: tune_prune.json).
+
+        format     hf: layers as they are; hf-padded: zeros up to the widest layer, the family's own class; gguf: for llama.cpp
+        dtype      of the saved weights: float32, bfloat16 or float16; None: the base model's own
+        shard_gb   largest weight file, in gigabytes (10**9 bytes)
+        overwrite  replace an earlier checkpoint of tune_prune
+        measure    measure tokens per second and memory, dense beside pruned, and record them
+
+        The weights are those of the base model, cut, refitted or trained. Raises UserError where `folder` exists or cannot be
+        written, or where the format cannot hold the model (docs/checkpoints.md).
+        """
+        require("format", format, get_args(Format))
+        require("dtype", dtype or "float32", ("float32", "bfloat16", "float16"))
+        path = Path(folder).expanduser().absolute()
+        check_folder(path, overwrite)
+        kind = getattr(torch, dtype) if dtype else getattr(self.dense.hf_config, "dtype", None) or torch.float32
+        about = self._recipe, self._request.origin(), path, format
+        how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=shard_bytes_of(shard_gb), measure_speed=measure)
+        return first_that_fits(
+            f"saving of {self.dense.label}",
+            self.dense._ways_to_save(kind, whole=measure),
+            lambda way: save_checkpoint(self.dense.loaded(kind, way), *about, **how),
+            torch.device(self.dense.device),
+            lambda: "leave out that speed is measured" if measure else "",
+        )

@@ -1,0 +1,356 @@
+"""Turn a configuration into a pruned model on disk: `tune-prune prune --config global_best_config.json --output DIR`.
+
+The configuration comes from a search, with its plan of what to keep where the trial's folder is still there, or straight
+from flags. No Ray, and no evaluation: `tune-prune evaluate --model DIR` does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tune_prune.commands import flags
+from tune_prune.core import terminal
+from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.errors import UserError
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.parser import Once, Parser
+from tune_prune.core.store import is_address
+from tune_prune.core.terminal import say
+from tune_prune.pruning.methods import load_method, read_by
+
+if TYPE_CHECKING:
+    from tune_prune.checkpoint.manifest import Manifest
+    from tune_prune.checkpoint.save import Format
+    from tune_prune.commands.opened import Model
+    from tune_prune.commands.prune_request import PruneRequest
+    from tune_prune.core.records import StageReport
+    from tune_prune.pruning.groups import PruningPlan
+
+# The flags that --help shows, by wish; --help-all has all of them.
+COMMON = {
+    "the best of a search": ("--config", "--model"),
+    "what is saved": ("--output", "--format", "--measure"),
+    "without a search": (
+        *("--method", "--seq-len", "--num-samples", "--calibration", "--pruning-ratio", "--shape", "--compensation"),
+        "--recovery",
+    ),
+}
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="tune-prune prune",
+        usage="--config EXPERIMENT --output DIR",
+        description="Save a pruned model for transformers, vLLM or llama.cpp: the best of a search, or one by flags.",
+        examples={
+            "--config ray_results/NAME --output DIR": "the best of a search",
+            "--model tiny-llama --method taylor --seq-len 64 --num-samples 128 --output DIR": "one by flags",
+        },
+        common=COMMON,
+    )
+    p.add_argument(
+        "--output",
+        type=flags.text,
+        required=True,
+        metavar="DIR",
+        help="folder to write, a new one",
+    )
+    what = p.add_argument_group(
+        "what is pruned, and how: the best configuration of a search (--config), or one by flags"
+    )
+    what.add_argument(
+        "--config", type=flags.text, metavar="FILE",
+        help="a search, as ray_results/NAME, or best_config.json of an analysis",
+    )  # fmt: skip
+    what.add_argument(
+        "--model", type=flags.text, action=Once, metavar="NAME",
+        help=f"{flags.MODEL_HELP}; with --config one of "
+        "its models, as tiny-llama@0.3 (default: the only one)",
+    )  # fmt: skip
+    what.add_argument(
+        "--base", type=flags.text, metavar="DIR",
+        help="with --config: where the original model is now, hub id, folder or GGUF file (default: where it was)",
+    )  # fmt: skip
+    what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
+    flags.add_hyperparameter_flags(what, HYPERPARAMETERS)
+    what.add_argument(
+        "--data-dir",
+        type=flags.text,
+        metavar="DIR",
+        help="folder of your own texts, as in docs/data.md (default: none)",
+    )
+    how = p.add_argument_group("how it is saved")
+    how.add_argument(
+        "--format", choices=("hf", "hf-padded", "gguf"), default="hf", metavar="FORMAT",
+        help="""the files (default: %(default)s)
+        hf         for transformers and vLLM; of shape uniform for the others, too
+        hf-padded  a plain model of its family, zeros fill it up: hardly smaller
+        gguf       for llama.cpp and Ollama""",
+    )  # fmt: skip
+    how.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="data type of the saved weights (default: the original model's)",
+    )
+    how.add_argument(
+        "--shard-gb",
+        type=flags.gigabytes,
+        default=5.0,
+        metavar="GB",
+        help="largest size of a weight file, in 10^9 bytes (default: 5)",
+    )
+    how.add_argument("--overwrite", action="store_true", help="replace a pruned model at --output")
+    how.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure speed and memory, of the original model, too",
+    )
+    flags.add_memory_flag(how, "pruning")
+    flags.add_device_flag(how)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return flags.run(lambda: _main(argv))
+
+
+@terminal.shown()
+def _main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    _check_flags(args)
+
+    from tune_prune.checkpoint.save import check_folder
+    from tune_prune.commands import (
+        api,
+        prune_request,  # imports torch: not before every flag has been read
+    )
+    from tune_prune.commands.opened import Model
+    from tune_prune.tuning import resolve
+
+    if is_address(args.output):
+        raise UserError(f"--output {args.output} is no folder, which a checkpoint is; name one, then copy it there")
+    folder = Path(args.output).expanduser().absolute()
+    check_folder(folder, args.overwrite)
+    flags.limit_threads()
+    if args.config is not None:
+        request = prune_request.from_config(args.config, args.model, args.base, args.revision)
+        check_agreement(args, request)
+        resolve.searched_model(request.run, args.base, None)
+        dense = Model(request.run, device_of(request, args.device, args.measure), memory=args.memory)
+    else:
+        dense = api.open(
+            args.model,
+            revision=args.revision,
+            calibration=args.calibration,
+            data_dir=args.data_dir,
+            seed=args.seed or 0,
+            device=args.device,
+            memory=args.memory,
+        )
+        request = dense.request(
+            {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}, args.align
+        )
+    how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
+    saved = save(dense, request, folder, args.format, **how)
+    others = args.revision or args.dtype or args.memory  # which the command that is printed would have to repeat
+    say(describe(folder, saved, dense, [] if others else again(args.config, args.model, args.base)))
+
+
+def again(config: str | None, label: str | None, base: str | None = None) -> list[str]:
+    """The command that prunes by the same search once more; empty where there was none."""
+    flags = {"--config": config, "--model": label, "--base": base}
+    given = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+    return [] if config is None else ["tune-prune", "prune", *given]
+
+
+def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
+    """Where the dense model of a request is needed: to cut it by a plan that is there takes no GPU, unless its weights are
+    changed."""
+    cut_alone = request.plan is not None and not request.config.changes_weights
+    return "cpu" if asked == "auto" and cut_alone and not measure else asked
+
+
+def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:
+    """Execute a request for that model and save what it makes, saying what is done; `options` as in `PrunedModel.save`. Raises
+    UserError."""
+    if fmt == "gguf":  # before hours of statistics
+        from tune_prune.checkpoint.gguf.architecture import check_shape
+
+        check_shape(dense.hf_config, request.config.shape)
+    config = request.config
+    read = read_by(config)
+    say(f"prune        {request.run.label} by {config.pruning_ratio:.0%} of all parameters: {config.in_words(read)}")
+    if dense.found_as:
+        say(f"weights      {dense.found_as}")
+    searched = request.plan_file is not None
+    pruned = dense.execute(request, lambda stage: say(f"{_stage(stage):<12} {_taken(stage, searched)}"))
+    plan = pruned.plan
+    text = f"by {request.run.of(config).calibration} text" if "calibration" in read else "without sample text"
+    how = "as searched" if searched else f"chosen {text} in {request.run.dtype}"
+    removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters ({plan.removed_fraction:.2%})"
+    say(f"removed      {removed}, {how}")
+    if fmt == "hf-padded":
+        _warn_of_zeros(plan, dense, "prune" if request.metrics is None else "search again")
+    return pruned.save(folder, fmt, **options)
+
+
+def _warn_of_zeros(plan: PruningPlan, dense: Model, step: str) -> None:
+    """Say before anything is written that zeros would take most of what pruning has given."""
+    from tune_prune.checkpoint.padded import padded_params
+
+    params = padded_params(plan, dense.geometry)
+    if plan.total_params - params < plan.removed_params / 2:
+        share = f"{params / plan.total_params:.0%} of the original's size"
+        say(
+            f"warning      --format hf-padded fills every layer with zeros up to the widest, so this model will have {share};"
+        )
+        say(f"             to have a smaller one that loads in every program, {step} with --shape uniform")
+
+
+_STAGES = {"importance": "gradients", "refit": "repair", "recovery": "training", "pruning": "cut"}
+
+
+def _stage(stage: StageReport) -> str:
+    return _STAGES.get(stage.stage, stage.stage.replace("_", " "))
+
+
+def _taken(stage: StageReport, searched: bool) -> str:
+    """What a stage has taken; cutting runs no text through the model, and is never kept from before."""
+    seconds = f"{stage.duration_s:.1f} s"
+    if stage.stage == "pruning":
+        return seconds
+    kept = "already done by the search, which has kept it" if searched else "already done, and kept from then"
+    return f"{stage.tokens:,} tokens, {seconds}" if stage.tokens else kept
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that do not go together."""
+    if args.config is not None:
+        return
+    if args.base is not None:
+        raise UserError(f"--base {args.base} is for --config; name the model with --model")
+    from tune_prune.commands.names import check_names
+
+    check_names(filter(None, [args.model]), args.data_dir, None, args.calibration)
+    read = HYPERPARAMETERS if args.method is None else load_method(args.method).hyperparameters
+    needed = ("model", *(row.name for name, row in HYPERPARAMETERS.items() if row.required and name in read))
+    missing = [_flag(name) for name in needed if getattr(args, name) is None]
+    if missing:
+        are = "are" if len(missing) > 1 else "is"
+        raise UserError(
+            f"{', '.join(missing)} {are} missing; name a search's result with --config, or give all of "
+            f"{', '.join(map(_flag, needed))}"
+        )
+
+
+def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
+    """Raise UserError for a flag that contradicts what was searched. One that repeats it is accepted."""
+    from tune_prune.data import calibration, checks
+
+    run = request.source or request.run
+    said = request.config.values(run) | {"data_dir": run.data_dir}
+    asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
+    kind = said["shape"].partition("-")[0]
+    if asked.get("shape") == kind:
+        asked["shape"] = said["shape"]
+    if "align" in asked:
+        asked["shape"] = f"{'aligned' if kind == 'free' else kind}-{asked.pop('align')}"
+    if "data_dir" in asked:
+        asked["data_dir"] = checks.data_dir(asked["data_dir"])
+    if "calibration" in asked:
+        asked["calibration"] = calibration.resolve(asked["calibration"], run.data_dir, model_is_embedded=True)
+    for name, value in asked.items():
+        if value != said[name]:
+            raise UserError(
+                f"{_flag(name)} is {value}, but {args.config} says {said[name]}; leave the flag out, search again with that value, "
+                "or leave --config out and give all flags"
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str] = ()) -> str:
+    """What was saved, for the screen: how large it is, how fast where that was measured, and what to do with it. `dense`: what it
+    was made from; `command`: that prunes it again (`again`)."""
+    from tune_prune.checkpoint import generation_speed
+    from tune_prune.checkpoint.card.card_numbers import short_bytes
+    from tune_prune.commands.plan_text import shown_path
+
+    original, now = about.sizes["dense"], about.saved_sizes
+    on_disk = sum(file.bytes for file in about.files.values())
+    where, shown = str(shown_path(folder)), {"bytes": short_bytes(on_disk), "of": short_bytes(original.weight_bytes)}
+    shares = {
+        "parameters": now.params / original.params,
+        "memory per token of context": now.kv_bytes_per_token / original.kv_bytes_per_token,
+        "arithmetic per token": now.macs_per_token / original.macs_per_token,
+    }
+    lines = [
+        "",
+        f"saved        {where}/: {shown['bytes']} on disk, {on_disk / original.weight_bytes:.1%} of the original's {shown['of']}",
+        f"             {', '.join(f'{share:.1%} of its {name}' for name, share in shares.items())}",
+    ]
+    if about.format == "hf-padded" and (zeros := now.params - about.sizes["pruned"].params):
+        lines.append(f"             {zeros:,} of the parameters are zeros")
+    if about.speed is not None:
+        lines += ["", generation_speed.verdict_of(about.speed), generation_speed.speed_table(about.speed), ""]
+    notes = list(about.notes)
+    if about.dropped_layers:
+        layers = ", ".join(map(str, about.dropped_layers))
+        notes.insert(0, f"nothing was kept of layers {layers} of the original, so they are left out")
+    if dense.file is not None and on_disk > (before := dense.file.stat().st_size):
+        step = (
+            "quantise it, as below"
+            if about.format == "gguf"
+            else "for a small file take --format gguf and quantise that"
+        )
+        notes.append(f"this is larger than {dense.file.name} ({short_bytes(before)}), as it is not quantised: {step}")
+    lines += [f"note         {note}" for note in notes]
+    return "\n".join([*lines, "", *_next(folder, about, dense, where, command)])
+
+
+def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequence[str]) -> list[str]:
+    """The block `next`: commands for this very checkpoint."""
+    from tune_prune.checkpoint.card.commands import uses
+    from tune_prune.checkpoint.gguf.architecture import check_shape
+    from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
+    from tune_prune.models.gguf import header
+
+    steps, place = uses(folder, about, where), folder
+    if about.format == "gguf":
+        place = folder / next(iter(about.files))
+    elif command:
+        with contextlib.suppress(UserError):  # llama.cpp has no such layers, or no such tokenizer
+            check_shape(dense.hf_config, about.config.shape)
+            if read_vocabulary(folder, dense.hf_config.vocab_size).model != "none":
+                steps.append(("llama.cpp", shlex.join([*command, "--format", "gguf", "--output", f"{where}-gguf"])))
+    if about.format != "gguf" or header.is_read(place):
+        model = where if place == folder else f"{where}/{place.name}"
+        steps.append(("evaluate", shlex.join(evaluation(model, about))))
+    name = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).strip("-.") or "model"  # as a hub takes it
+    steps.append(("share", shlex.join(["hf", "upload", f"YOU/{name}", where])))
+    return [f"{'' if number else 'next':<13}{name:<11}{line}" for number, (name, line) in enumerate(steps)]
+
+
+def evaluation(model: str, about: Manifest) -> list[str]:
+    """The command that measures a checkpoint on what its recorded numbers were measured on."""
+    command = ["tune-prune", "evaluate", "--model", model]
+    run = about.source
+    if run is None or about.metrics is None:
+        return command
+    for flag, value in (
+        ("--data-dir", run.data_dir),
+        ("--limit", run.protocol.limit),
+        ("--perplexity-tokens", run.protocol.perplexity_tokens),
+    ):
+        command += [flag, str(value)] if value is not None else []
+    return command + (["--tasks", ",".join(run.protocol.tasks)] if run.protocol.tasks != ZERO_SHOT_TASKS else [])

@@ -1,0 +1,222 @@
+"""Search the best way to prune a model: `tune-prune search --model mistral`.
+
+Runs every configuration of a search space (or those that Optuna picks) as a trial that prunes the model for real and
+measures what is left, by Ray Tune or, with --inline, in this process, and writes the best one with its evidence to
+ray_results/<experiment>/. The same command again runs only what is missing. In Python, `tune_prune.search("mistral")` does
+the same (tune_prune/commands/api.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tune_prune import __version__
+from tune_prune.commands import flags
+from tune_prune.commands.search_flags import COMMAND, parser, settings_from
+from tune_prune.core import ending, temporary, terminal
+from tune_prune.core.errors import UserError
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.records import failure_counts
+from tune_prune.core.terminal import say
+from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
+
+if TYPE_CHECKING:
+    from tune_prune.commands.results import Results
+    from tune_prune.tuning.observers.json_log import JsonLog
+    from tune_prune.tuning.plan import Plan, SearchSettings
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return flags.run(lambda: _main(argv))
+
+
+def _main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    if args.json and args.status is None:
+        raise UserError("--json is for --status; leave it out, or give --log-json for the events of a search")
+    if args.status is not None:
+        from tune_prune.commands import status
+
+        say(status.shown(args.status, args.storage_path, args.json))
+        return
+    if args.gpu and not args.dry_run:
+        raise UserError(
+            "--gpu plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"
+        )
+    with _compiled_code(), started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
+        _search(args, argv, local_ray)
+
+
+@contextlib.contextmanager
+def _compiled_code() -> Iterator[None]:
+    """As it is imported, torch makes a folder for what it compiles, which is nothing here, beside the temporary ones: within this,
+    one that goes with them, also for workers of a local Ray."""
+    if _COMPILED in os.environ or "torch" in sys.modules:
+        yield
+        return
+    with temporary.folder() as folder:
+        os.environ[_COMPILED] = str(folder)
+        try:
+            yield
+        finally:
+            del os.environ[_COMPILED]
+
+
+def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | None) -> None:
+    with terminal.shown(), terminal.waiting("starting: loading torch and transformers ..."):
+        settings = settings_from(args)
+    with _log(args.log_json) as log:
+        log.event("start", command=[*COMMAND, *argv], host=platform.node(), pid=os.getpid(), version=__version__)
+        _run(args, argv, settings, local_ray, log)
+
+
+@contextlib.contextmanager
+def _log(wanted: bool) -> Iterator[JsonLog]:
+    """Events on standard output, and everything else on standard error; or no events. What ends the search is an event, too."""
+    from tune_prune.tuning.observers.json_log import JsonLog
+
+    if not wanted:
+        yield JsonLog(None)
+        return
+    log = JsonLog(sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield log
+        except BaseException as error:
+            reason = ending.heard_signal() if isinstance(error, KeyboardInterrupt) else str(error)
+            log.event("failure", error=type(error).__name__, reason=reason)
+            raise
+
+
+def _run(
+    args: argparse.Namespace,
+    argv: list[str],
+    settings: SearchSettings,
+    local_ray: LocalRay | None,
+    log: JsonLog,
+) -> None:
+    from tune_prune.analysis.cost import cost_line
+    from tune_prune.analysis.render.messages import one_line
+    from tune_prune.analysis.verdict import winners
+    from tune_prune.commands import plan_details, plan_text
+    from tune_prune.commands.plan_text import shown_path
+    from tune_prune.commands.results import run
+    from tune_prune.tuning.observers.tracking import trackers
+    from tune_prune.tuning.preflight import make_plan
+
+    trackers(args.track or (), "")  # their packages are there
+    with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
+        plan = make_plan(settings, args.gpu)
+    in_memory = str(plan.experiment_dir).startswith("memory://")
+    if args.save_best and not isinstance(plan.experiment_dir, Path):
+        afterwards = "leave it out, and keep the model afterwards with the line `keep` that the search ends with"
+        raise UserError(
+            f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; "
+            + ("name a folder with --storage-path" if in_memory else afterwards)
+        )
+    _log_plan(log, plan)
+    say(plan_details.describe(plan) if args.verbose else plan_text.describe(plan))
+    if args.dry_run:
+        say("\ndry run: nothing was started")
+        return
+    say()
+    command, started = [*COMMAND, *argv], time.monotonic()
+    again = shlex.join(command)
+    kept = ending.advised(f"finished trials are kept; to go on, run the same command again:\n  {again}")
+
+    def at_end(results: Results) -> None:
+        say(f"\n{results}\n")
+        if args.save_best:
+            with terminal.shown():
+                _save_best(results)
+
+    # Bars of trials in this process, in the place of the line that says how far all are
+    with (
+        contextlib.nullcontext() if in_memory else kept,
+        terminal.shown(_BESIDE_THE_LINE_S),
+    ):
+        results = run(plan, command, at_end, local_ray, [log, *trackers(args.track or (), plan.experiment_dir.name)])
+    folder = shown_path(plan.experiment_dir)
+    planned = {key for model in plan.models for _, key in model.trials}
+    trials = results.trials
+    planned &= set(trials["key"])  # those that were run: an adaptive search, --draws and --recover leave some out
+    failed = trials[trials["key"].isin(planned) & (trials["status"] == "failed")]
+    statuses = trials["status"].value_counts().to_dict()
+    best = [
+        {name: None if name in HYPERPARAMETERS and value != value else value for name, value in row.items()}
+        for row in results.best.reset_index().to_dict("records")  # NaN, which no setting can be: it does not apply
+    ]
+    log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
+    if in_memory:
+        say(
+            "not kept     the results end with this process; to keep them, name a folder or a bucket with --storage-path"
+        )
+    else:
+        to_keep = {} if args.save_best else winners(results.findings)
+        for name, next_command in next_commands(str(folder), to_keep, results.findings.rule):
+            if name == "report" and not results.findings.models:
+                continue  # an analysis needs a complete trial
+            say(f"{name:<12} {shlex.join(next_command)}")
+        say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
+    if results.cost:  # else a warning has said why not
+        say(cost_line(results.cost))
+    if len(failed):
+        classes = failure_counts(failed["failure"])
+        first = failed.iloc[0]
+        say(f"failed       {len(failed)} of {len(planned)} trials: {classes}; reasons are in all_methods_results.csv")
+        say(f"             e.g. {first['model']} {first['name']}: {one_line(first['reason'])}")
+        if not in_memory:
+            say(f"try again    {again}")
+
+
+def _log_plan(log: JsonLog, plan: Plan) -> None:
+    planned = {model.run.label: len(model.trials) for model in plan.models}
+    seconds = None if plan.cost is None else plan.cost.wall_range
+    hours = None if plan.cost is None else plan.cost.gpu_hours
+    about = {"folder": str(plan.experiment_dir), "trials": planned, "recorded": plan.recorded, "slots": plan.slots}
+    log.event("plan", **about, predicted_seconds=seconds, predicted_gpu_hours=hours)
+
+
+def next_commands(folder: str, kept: Mapping[str, str], rule: str = "accuracy") -> list[tuple[str, list[str]]]:
+    """What can be done with a finished search, by name; `kept`: by model the label whose best configuration is saved; `rule`: by
+    which it was chosen."""
+    from tune_prune.analysis.verdict import folder_name
+
+    commands = []
+    for model, label in kept.items():
+        which = ["--model", label] if len(kept) > 1 else []
+        keep = ["tune-prune", "prune", "--config", folder, *which, "--output", folder_name(model)]
+        commands.append(("keep", keep))
+    by = [] if rule == "accuracy" else ["--rule", rule]
+    commands.append(("report", ["tune-prune", "analysis", folder, *by]))
+    return [*commands, ("curves", ["tensorboard", "--logdir", f"{folder}/tensorboard"])]
+
+
+def _save_best(results: Results) -> None:
+    """The best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
+    from tune_prune.analysis.verdict import winners
+    from tune_prune.commands import prune, prune_request
+    from tune_prune.commands.opened import Model
+    from tune_prune.commands.plan_text import shown_path
+    from tune_prune.core.store import SAVED_MODELS
+
+    assert isinstance(results.folder, Path)  # else the search has not started
+    for model, label in winners(results.findings).items():
+        request = prune_request.from_config(str(results.folder), label)
+        folder = results.folder / SAVED_MODELS / model
+        dense = Model(request.run, prune.device_of(request))
+        saved = prune.save(dense, request, folder, overwrite=True)
+        say(f"{prune.describe(folder, saved, dense, prune.again(shown_path(results.folder), label))}\n")

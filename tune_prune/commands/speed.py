@@ -1,0 +1,284 @@
+"""How fast pruned models are beside their dense model: `tune-prune speed --config ray_results/NAME`.
+
+Prefill and decode of a checkpoint, or of the configurations of a search that any rule of the analysis would choose, each in turns
+with the dense model. A search's are kept in its folder, apart from its trials: speed is of the machine. The analysis then shows
+them beside accuracy and size. Only the plan counts: a refit or a training changes no shape, so neither is made for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from tune_prune.commands import flags
+from tune_prune.core import terminal
+from tune_prune.core.errors import UserError, did_you_mean, whole_number
+from tune_prune.core.files import DamagedFile, parse_json, to_json
+from tune_prune.core.parser import Once, Parser
+from tune_prune.core.store import PLAN, SPEED, TRIALS, Location, Store, location, open_store
+from tune_prune.core.terminal import say
+
+if TYPE_CHECKING:
+    from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+    from tune_prune.core.config import ModelRun
+    from tune_prune.models.loading import LoadedModel
+    from tune_prune.pruning.groups import PruningPlan
+
+BATCH = 1  # of what a person waits for; throughput of large batches is another question
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="tune-prune speed",
+        usage="(--config EXPERIMENT | --model DIR)",
+        description="Measure how fast pruned models read a prompt and write an answer, beside their original, in turns.",
+        examples={
+            "--config ray_results/NAME": "the best ones of a search; then run tune-prune analysis again",
+            "--model DIR": "a pruned model",
+            "--model DIR --prompt-tokens 2048 --new-tokens 128 --device cuda": "for longer requests, on a GPU",
+        },
+        common={
+            "what to measure": ("--config", "--model", "--all"),
+            "your requests": ("--prompt-tokens", "--new-tokens"),
+            "where it runs": ("--device", "--dtype"),
+            "surer, and what is kept": ("--repeats", "--output"),
+        },
+    )
+    p.add_argument(
+        "--config",
+        type=flags.text,
+        metavar="FOLDER",
+        help="a search: measure its best configurations, and keep the speeds there",
+    )
+    p.add_argument(
+        "--model", type=flags.text, action=Once, metavar="NAME",
+        help=f"{flags.MODEL_HELP}; with --config one of its models, as tiny-llama@0.3 (default: all)",
+    )  # fmt: skip
+    p.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
+    p.add_argument(
+        "--base", type=flags.text, metavar="DIR",
+        help="where the original model is now, hub id, folder or GGUF file (default: where tune_prune.json or the search says)",
+    )  # fmt: skip
+    p.add_argument(
+        "--all", action="store_true",
+        help="with --config: every complete configuration (default: what a rule of tune-prune analysis chooses)",
+    )  # fmt: skip
+    p.add_argument("--overwrite", action="store_true", help="with --config: measure anew what was measured")
+    p.add_argument(
+        "--prompt-tokens", type=whole_number(1, 10**6), default=512, metavar="N",
+        help="tokens of the prompt, at most what the model takes (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--new-tokens", type=whole_number(1, 10**6), default=64, metavar="N",
+        help="tokens of the answer (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--repeats", type=whole_number(1, 1000), default=5, metavar="N",
+        help="times that both models take their turn, after one that does not count (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help=f"data type of the weights (default: {flags.DTYPE_DEFAULT}; of a search as it was run)",
+    )
+    flags.add_device_flag(p)
+    p.add_argument(
+        "--output", type=flags.text, metavar="FILE", help="with --model alone: file for all numbers, as JSON"
+    )
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return flags.run(lambda: _main(argv))
+
+
+@terminal.shown()
+def _main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    if args.config is None and args.model is None:
+        raise UserError("--config or --model is missing; name an experiment, or a pruned checkpoint")
+    if args.config is None:
+        _of_checkpoint(args)
+    else:
+        _of_search(args)
+
+
+def _of_checkpoint(args: argparse.Namespace) -> None:
+    """A pruned checkpoint beside its dense model; any other model alone."""
+    for name in ("all", "overwrite"):
+        if getattr(args, name):
+            raise UserError(f"--{name} is for --config; leave it out")
+    output = None if args.output is None else flags.record_file(args.output, "prefill_tokens_per_s", "a speed")
+    from tune_prune.commands.names import check_names
+
+    check_names([args.model], None, None, None)
+    flags.limit_threads()
+
+    from tune_prune.checkpoint import generation_speed, sizes
+    from tune_prune.commands import api
+    from tune_prune.models.loading import load_model
+
+    opened = api.open(args.model, revision=args.revision, dtype=args.dtype, device=args.device, base=args.base)
+    own = opened.loaded()
+    models = {opened.label: own.model}
+    if opened.manifest is not None or args.base is not None:
+        dense = load_model(opened.base, own.model.dtype, opened.device)
+        models = {"dense": dense.model, "pruned": own.model}
+    found = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
+    rows = {name: sizes.sizes(model, own.family) for name, model in models.items()}
+    if len(found) > 1:
+        say(f"{generation_speed.verdict_of(found)}\n")
+    say(f"{sizes.size_table(rows, {})}\n\n{generation_speed.speed_table(found)}")
+    if output is not None:
+        first = found[next(reversed(found))]
+        content = {name: asdict(one) | asdict(rows[name]) for name, one in found.items()}
+        about = {"prefill_tokens_per_s": first.prefill_tokens_per_s, "conditions": generation_speed.conditions(first)}
+        open_store(output.parent).put(output.name, to_json(about | {"models": content}))
+        say(f"\nrecord       {output}")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A configuration of a search, by its trial."""
+
+    name: str
+    folder: Location  # of the trial
+
+    @property
+    def store(self) -> Store:
+        """Of its experiment."""
+        return open_store(self.folder.parent.parent)
+
+
+def _of_search(args: argparse.Namespace) -> None:
+    if args.output is not None:
+        raise UserError("--output is for --model alone: the speeds of a search are kept in its folder; leave it out")
+    from tune_prune.analysis.input.reading import read_study
+    from tune_prune.analysis.statistics.findings import find
+    from tune_prune.commands.analysis import why_nothing
+
+    place = location(args.config).expanduser()
+    study = read_study([place], [])
+    findings = find(study)
+    if not findings.models:
+        raise UserError(why_nothing(study))
+    if args.model is not None and args.model not in findings.models:
+        raise UserError(f"--model {args.model} is not in {args.config}; {did_you_mean(args.model, findings.models)}")
+    chosen = {label: found for label, found in findings.models.items() if args.model in (None, label)}
+    runs = {label: _run_of(found, args.config) for label, found in chosen.items()}
+    if args.base is not None and len({run.label for run in runs.values()}) > 1:
+        raise UserError(f"--base {args.base} is one model, and {args.config} has several; choose one with --model")
+    flags.limit_threads()
+    opened: dict[str, LoadedModel] = {}  # the last dense model, by its label in the search
+    measured, kept = 0, dict[str, None]()  # in which folders
+    for label, found in chosen.items():
+        run = runs[label]
+        if run.label not in opened:
+            opened.clear()
+            opened[run.label] = _dense(args, run, _fingerprint(findings, found, run))
+        candidates = list(_candidates(found, args.all))
+        measured += _measure(args, label, opened[run.label], candidates)
+        kept |= {str(candidate.store.path(SPEED)): None for candidate in candidates}
+    say(f"\nmeasured     {measured} of them now; all are kept in {', '.join(kept)}")
+    say(f"report       tune-prune analysis {args.config}")
+
+
+def _candidates(found: ModelFindings, every: bool) -> Iterator[_Candidate]:
+    """What any rule chooses, or all, the most accurate first. Of several draws the first stands for all."""
+    chosen = {name for names in found.chosen.values() for name in names}
+    for _, row in found.eligible.iterrows():
+        if every or row["name"] in chosen:
+            yield _Candidate(row["name"], location(row["output_dir"]))
+
+
+def _run_of(found: ModelFindings, asked: str) -> ModelRun:
+    from tune_prune.core.config import ModelRun
+    from tune_prune.core.validation import validated
+
+    if found.model.source is None or found.model.kind == "published":
+        raise UserError(
+            f"{asked} does not say which model {found.model.label} is, as it is no experiment or has lost its experiment.json; "
+            "name the folder of a search"
+        )
+    return validated(ModelRun, found.model.source)
+
+
+def _fingerprint(findings: Findings, found: ModelFindings, run: ModelRun) -> str | None:
+    """Of the model that was searched; None where experiment.json does not tell."""
+    for folder in found.model.origins:
+        entry = findings.study.experiments.get(folder, {}).get("models", {}).get(run.label, {})
+        if fingerprint := entry.get("meaning", {}).get("model"):
+            return str(fingerprint)
+    return None
+
+
+def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> LoadedModel:
+    """The dense model of a search. Raises UserError."""
+    import torch
+
+    from tune_prune.models import loading
+    from tune_prune.models.runner.out_of_memory import first_that_fits
+    from tune_prune.models.runner.residency import RESIDENT
+    from tune_prune.tuning.resolve import searched_model
+
+    source, config = searched_model(run, args.base, args.revision)
+    if fingerprint is not None and not loading.is_model_of(fingerprint, source, config):
+        raise UserError(
+            f"{source.location} is not the model that was searched (the contents of its files differ); name that one with --base"
+        )
+    device = loading.pick_device(args.device)
+    dtype = getattr(torch, args.dtype or run.dtype)
+    what = f"{run.label}, whose speed is that of a whole model,"
+    return first_that_fits(
+        what, [RESIDENT], lambda way: loading.load_model(source, dtype, device, way), torch.device(device)
+    )
+
+
+def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, candidates: list[_Candidate]) -> int:
+    """Measure each of them that was not yet, and keep it before the next; returns how many."""
+    from tune_prune.checkpoint.generation_speed import spread, verdict
+    from tune_prune.commands import measuring
+    from tune_prune.core import speed_records
+
+    conditions = measuring.speed_conditions(dense, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
+    count = f"{len(candidates)} configuration{'s' * (len(candidates) != 1)} beside the original"
+    lengths = f"prompt of {conditions.prompt_tokens:,} tokens, {conditions.new_tokens:,} new tokens, batch size {BATCH}"
+    say(f"{label}: {count}, {lengths}, {conditions.dtype} on {conditions.device}")
+    width, measured = max(len(candidate.name) for candidate in candidates), 0
+    for candidate in candidates:
+        store, key = candidate.store, candidate.folder.name
+        record = None if args.overwrite else speed_records.read_speed(store, speed_records.speed_name(key, conditions))
+        before = "" if record is None else "  (measured before)"
+        if record is None:
+            record = measuring.measure_speed(dense, _plan(store, key, candidate.name), key, conditions)
+            speed_records.write_speed(store, record)
+            measured += 1
+        if candidate is candidates[0]:
+            say(f"speed        {verdict(record.prefill, record.decode)}: {candidate.name}, the most accurate")
+        parts = {"prefill": record.prefill, "decode": record.decode}
+        shown = "  ".join(f"{name} {ratio.value:.2f}x {spread(ratio)}" for name, ratio in parts.items())
+        say(f"  {candidate.name:<{width}}  {shown}{before}")
+    return measured
+
+
+def _plan(store: Store, key: str, name: str) -> PruningPlan:
+    """What the trial has kept of the model. Raises UserError where that is not there any more."""
+    from tune_prune.core.ledger import Ledger
+    from tune_prune.pruning.groups import PruningPlan
+
+    file = f"{TRIALS}/{key}/{PLAN}"
+    content = Ledger(store).trial_file(key, PLAN)
+    if content is None:
+        raise UserError(f"{store.path(file)} is missing, by which {name} would be cut; search again")
+    try:
+        return PruningPlan.from_dict(parse_json(store.path(file), content))
+    except ValueError as error:
+        if isinstance(error, DamagedFile):
+            raise
+        raise DamagedFile(
+            store.path(file), f"no plan ({error})", "delete its trial's record, then search again"
+        ) from error

@@ -1,0 +1,224 @@
+"""argparse for every command: a mistake on a command line ends in one sentence that says what to write instead."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import platform
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tune_prune import __version__
+from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+
+# Flag -> what other programs call it, where that is spelt otherwise. The first flag counts that the command has.
+OTHER_NAMES = {
+    "--model": "checkpoint pretrained",
+    "--pruning-ratio": "amount compression percent ratio sparsity sparsity-ratio",
+    "--method": "algorithm pruner pruner-type sparsity-type",
+    "--num-trials": "budget",
+    "--search": "algorithm sampler strategy",
+    "--search-space": "config grid",
+    "--scheduler": "early-stopping racing",
+    "--gpus-per-trial": "num-gpus",
+    "--cpus-per-trial": "jobs n-jobs num-cpus num-workers workers",
+    "--device": "accelerator cuda gpu gpus",
+    "--calibration": "dataset",
+    "--limit": "max-items max-samples num-items samples",
+    "--dtype": "bf16 fp16 precision",
+    "--storage-path": "out output output-dir output-path results-dir",
+    "--output": "out results-dir save save-dir save-model storage-path",
+    "--name": "experiment",
+    "--overwrite": "force",
+    "--measure": "benchmark speed",
+}
+_EVALUATE = "to measure a model is a command of its own, tune-prune evaluate --model NAME"
+# What other programs need a flag for and no command here does, and why.
+NOT_NEEDED = {
+    "batch-size": "batches are sized by the device and the model",
+    "cache-dir": "downloads go where the environment variable HF_HOME says",
+    "continue": "the same command goes on",
+    "resume": "the same command goes on",
+    "eval": _EVALUATE,
+    "eval-zero-shot": _EVALUATE,
+    "evaluate": _EVALUATE,
+    "num-fewshot": "the tasks are zero-shot",
+}
+# What other programs call a value -> what it is called here.
+OTHER_VALUES = {"bayesian": "optuna", "gpu": "cuda", "hyperband": "asha", "safetensors": "hf", "tpe": "optuna"}
+
+_EXIT_CODES = """exit codes:
+  0    done
+  1    the machine could not do it, or a defect (with a traceback)
+  2    something in the command, or in what it names, must change
+  130  interrupted; 143 terminated: 128 + the number of the signal"""
+_WIDTH, _INDENT = 100, 26  # columns of a page, and of the flags in it
+
+# argparse's own messages as sentences that begin with the flag.
+_SENTENCES = {
+    "^the following arguments are required: (.*)": r"\1 is missing",
+    "^argument (.*): expected one argument$": r"\1 has no value",
+    "^argument ": "",
+    "^unrecognized arguments: (.*)": r"unexpected argument \1, every value follows its flag",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors, so that bad flags end like every other bad input; with --version. Flags are not
+    abbreviated: a script must not change its meaning when a flag is added. --help is one screen, the flags that most runs need and
+    the first paragraph of what is said of each; --help-all is all of it."""
+
+    def __init__(
+        self,
+        prog: str,
+        usage: str,
+        description: str,
+        examples: Mapping[str, str],
+        common: Mapping[str, Sequence[str]],
+    ) -> None:
+        """`usage`: the arguments that must be given; `examples`: arguments of the command, and what they do, the best first;
+        `common`: by wish the flags that --help shows."""
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} {usage} [options]",
+            description=description,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self.examples, self.common = tuple(examples), common
+        self._shown = [f"  {prog} {arguments}\n      {what}" for arguments, what in examples.items()]
+        self.add_argument("-h", "--help", action="help", help="print the flags that most runs need, and stop")
+        self.add_argument("--help-all", action=_PrintAll, nargs=0, help="print all flags and the exit codes, and stop")
+        self.add_argument("--version", action=_PrintVersions, nargs=0, help="print versions and stop")
+
+    def format_help(self) -> str:
+        known = self._option_string_actions | {str(a.metavar): a for a in self._get_positional_actions()}
+        groups = {wish: [known[name] for name in names] for wish, names in self.common.items()}
+        more = f"{self.prog} --help-all shows all {len(self._actions)} flags."
+        return self._page(groups, [*self._shown[:1], more], whole=False)
+
+    def format_help_all(self) -> str:
+        groups = {str(group.title): group._group_actions for group in self._action_groups}
+        return self._page(groups, [*self._shown, "", _EXIT_CODES], whole=True)
+
+    def _page(self, groups: Mapping[str, Sequence[argparse.Action]], end: Sequence[str], whole: bool) -> str:
+        page = _Page(self.prog, whole)
+        page.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        page.add_text(self.description)
+        for title, actions in groups.items():
+            page.start_section(title)
+            page.add_arguments(actions)
+            page.end_section()
+        page.add_text("\n".join(["examples:" if whole else "example:", *end]))
+        return page.format_help()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse; but a misspelt flag is reported before the one that is missing for it."""
+        args = sys.argv[1:] if args is None else list(args)
+        if strange := [text for text in args if any("\ud800" <= letter <= "\udfff" for letter in text)]:
+            raise UserError(f"{strange[0]!r} is no UTF-8 text, which names in records are; rename that file or folder")
+        known = self._option_string_actions
+        unknown = [flag for flag in _flags(args) if flag not in known]
+        if unknown:
+            self.error("; ".join(_unknown_flag(flag, known) for flag in dict.fromkeys(unknown)))
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = did_you_mean(OTHER_VALUES.get(value, value), action.choices)
+            raise argparse.ArgumentError(action, f"unknown value {value!r}; {known}")
+
+    def error(self, message: str) -> NoReturn:
+        for pattern, sentence in _SENTENCES.items():
+            message = re.sub(pattern, sentence, message)
+        shown = {name for names in self.common.values() for name in names}
+        named = re.match(r"unknown flag|--[\w-]+", message)
+        raise UserError(f"{message} (see {self.prog} {'--help-all' if named and named[0] not in shown else '--help'})")
+
+
+class _Page(argparse.RawDescriptionHelpFormatter):
+    """Help of a flag: a line for every line of its text, and what follows a value's name stays in its column."""
+
+    def __init__(self, prog: str, whole: bool) -> None:
+        width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
+        super().__init__(prog, max_help_position=_INDENT, width=width)
+        self._whole = whole
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        lines: list[str] = []
+        paragraphs = text.split("\n\n") if self._whole else [text.partition("\n\n")[0]]
+        for line in map(str.strip, "\n".join(paragraphs).splitlines()):
+            column = re.match(r"\S+ {2,}|", line).end()  # type: ignore[union-attr]
+            lines += textwrap.wrap(line, width, subsequent_indent=" " * column, break_on_hyphens=False)
+        return lines
+
+
+class Once(argparse.Action):
+    """A flag that may be given once, where another command adds what a second one says."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise UserError(f"{option_string} is given twice, and {parser.prog} takes one; run it once for each")
+        setattr(namespace, self.dest, values)
+
+
+class _PrintAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help_all(), end="")
+        parser.exit()
+
+
+class _PrintVersions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """This program's version, and those of what its numbers depend on, which are not imported for it."""
+    others = [f"{name} {_version(name)}" for name in ("torch", "transformers", "ray", "lm_eval")]
+    return f"tune_prune {__version__} (Python {platform.python_version()}, {', '.join(others)})"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # an analysis needs none of them
+        return "not installed"
+
+
+def _flags(arguments: Sequence[str]) -> list[str]:
+    """What argparse takes for flags, without their values."""
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return [text.partition("=")[0] for text in before if re.match(r"--?[^-\d]", text) and " " not in text]
+
+
+def _unknown_flag(flag: str, known: Iterable[str]) -> str:
+    """A clause that says what to write instead."""
+    name = flag.lstrip("-").lower().replace("_", "-")
+    flags = [text for text in known if text.startswith("--") and text not in ("--help", "--help-all", "--version")]
+    if name in NOT_NEEDED:
+        return f"{flag} is not needed: {NOT_NEEDED[name]}"
+    key = name.replace("-", "_")
+    if key in HYPERPARAMETERS and "--search-space" in flags and f"--{name}" not in flags:
+        return (
+            f"{flag} is a key of search spaces: write `{key}: [...]` into a YAML file and name it with --search-space"
+        )
+    close = [text for text in flags if name in OTHER_NAMES.get(text, "").split()][:1]
+    close = close or [text for text in flags if text.startswith(f"--{name}")]  # -m
+    close = close or difflib.get_close_matches(f"--{name}", flags, n=1)
+    hint = f", did you mean {' or '.join(close)}?" if close else ""
+    return f"unknown flag {flag}{hint}"

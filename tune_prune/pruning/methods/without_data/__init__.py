@@ -1,1 +1,0 @@
-"""Methods that read no calibration samples."""

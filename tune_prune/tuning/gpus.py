@@ -1,0 +1,107 @@
+"""The GPUs that this process sees, and those that a plan can be made for without having one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tune_prune.core.errors import did_you_mean
+from tune_prune.core.machine import Memory, parse_size, size
+
+MOST_OF_A_KIND = 16  # GPUs of one machine
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees; of its memory, what no process holds is available."""
+
+    name: str
+    memory: Memory
+    bfloat16: bool  # whether it computes in it, not only by way of float32
+    problem: str = ""  # why torch cannot compute on it
+
+
+@dataclass(frozen=True)
+class Card:
+    """GPUs of one machine that need not be there."""
+
+    name: str
+    memory: int  # bytes that torch finds on one: less than it is sold with
+    peaks: Mapping[str, float]  # by dtype, operations per second of matrix products; none of a size alone
+    bfloat16: bool = True
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.name} ({size(self.memory)}{' each' * (self.count > 1)})"
+
+
+def _card(name: str, gib: float, bfloat16: float | None, float32: float) -> Card:
+    peaks = {"float32": float32 * 1e12} | ({} if bfloat16 is None else {"bfloat16": bfloat16 * 1e12})
+    return Card(name, int(gib * 2**30), peaks, bfloat16 is not None)
+
+
+# Memory as torch's out-of-memory errors state it; TFLOP/s of NVIDIA's data sheets: bfloat16 with float32 sums and without
+# sparsity, float32 without TF32, which is off.
+CARDS = tuple(
+    _card(*row)
+    for row in (
+        ("T4", 14.5, None, 8.1),
+        ("RTX 3090", 23.6, 71, 35.6),
+        ("RTX 4090", 23.6, 165, 82.6),
+        ("RTX 5090", 31.3, 209, 105),
+        ("A10G", 21.9, 70, 31.2),
+        ("L4", 21.9, 121, 30.3),
+        ("L40S", 44.4, 362, 91.6),
+        ("RTX A6000", 47.4, 155, 38.7),
+        ("A100 40GB", 39.3, 312, 19.5),
+        ("A100 80GB", 79.1, 312, 19.5),
+        ("H100", 79.1, 989, 67),
+        ("H200", 139.7, 989, 67),
+        ("B200", 178.3, 2250, 75),
+    )
+)
+
+
+def parse_card(text: str) -> Card:
+    """The GPU of a name such as "RTX 4090", h100 or 2x4090, or of an amount of memory such as 24GB, of unknown speed.
+
+    Raises ValueError for any other text.
+    """
+    counted = re.fullmatch(r"\s*(?:(\d{1,4})\s*x\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+    count, name = (int(counted[1] or 1), counted[2]) if counted else (1, text)
+    if not 1 <= count <= MOST_OF_A_KIND:
+        raise ValueError(f"{text!r} is {count} GPUs of a machine; it can be from 1 to {MOST_OF_A_KIND} of them")
+    by_letters = {_letters(card.name): card for card in CARDS}
+    if found := by_letters.get(_letters(name)):
+        return replace(found, count=count)
+    try:
+        memory = parse_size(name)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no GPU that is known here, and no amount of memory such as 24GB; "
+            f"{did_you_mean(name, [card.name for card in CARDS])}"
+        ) from None
+    return Card("GPU", memory, {}, count=count)
+
+
+def _letters(name: str) -> str:
+    """What tells kinds apart, however they are written: "NVIDIA GeForce RTX 4090" is 4090."""
+    found = re.sub(r"nvidia|geforce|rtx|tesla|[^a-z0-9]", "", name.lower())
+    return {"a100": "a10080gb", "h10080gb": "h100"}.get(found, found)
+
+
+def visible_gpus() -> list[Gpu]:
+    """Every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends:
+    `own_process.call(visible_gpus)` leaves none behind."""
+    import torch  # here: flags are read without it
+
+    from tune_prune.models.runner.devices import lacks_kernels
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        bfloat16 = bool(torch.version.hip) or about.major >= 8
+        found.append(Gpu(about.name, Memory(total, free), bfloat16, lacks_kernels(index)))
+    return found

@@ -1,0 +1,140 @@
+"""The cost of a plan: what is left of it, counted, at the speed of the machine that will run it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection
+from statistics import mean
+from typing import TYPE_CHECKING
+
+import torch
+
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.store import BASELINES, open_store
+from tune_prune.pruning.statistics import by_statistic, load_statistic
+from tune_prune.trial.statistics import needs_of
+from tune_prune.tuning import own_process
+from tune_prune.tuning.device_speed import DeviceSpeed, SpeedRequest, computed, measure
+from tune_prune.tuning.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
+from tune_prune.tuning.flops import Arithmetic
+from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.recoveries import expected
+from tune_prune.tuning.workload import passes_to_make, recipe_amounts
+
+if TYPE_CHECKING:
+    from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings
+
+
+def left(plan: Plan, model: ModelPlan, finished: Collection[str]) -> tuple[list[PruningConfig], int]:
+    """The configurations of a model that the search may still run, and how many of them it runs at most: an adaptive one so many of
+    each group that is compared in itself. `finished`: trial keys."""
+    done = {config for config, key in model.trials if key in finished}
+    # Those that are done count first among those that the search runs at most.
+    configs = expected(plan, sorted((config for config, _ in model.trials), key=lambda one: one not in done))
+    had, most = Counter(config.group("") for config in done), plan.space.num_trials or sys.maxsize
+    pending = [one for one in configs if one not in done and had[one.group("")] < most]
+    counts = Counter(config.group("") for config in pending)
+    return pending, sum(min(count, most - had[group]) for group, count in counts.items())
+
+
+def at_once(plan: Plan, finished: Collection[str]) -> int:
+    """How much of the work that is left can run at once, at most: trials and dense models. A pass that trials share adds nothing,
+    as they wait for it. At least 1."""
+    measured = _measured(plan)
+    trials = sum(left(plan, model, finished)[1] for model in plan.models)
+    return max(1, trials + sum(model.run.label not in measured for model in plan.models))
+
+
+def _measured(plan: Plan) -> Collection[str]:
+    """Labels of the models whose dense model has been measured where the plan is for."""
+    return () if plan.card else (open_store(plan.experiment_dir).read(BASELINES) or {}).keys()
+
+
+def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
+    """What the trials, baselines and passes that are still to be made will cost; `finished` trial keys are done.
+
+    None where no worker of the cluster was free to measure its speed, or where that of a GPU that is not here is not known.
+    """
+    settings, device = plan.settings, plan.resources.device
+    computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `devices.device_key` says it
+    measured = _measured(plan)
+    works = []
+    for model in plan.models:
+        configs = [config for config, _ in model.trials]
+        pending, trials = left(plan, model, finished)
+        passes = passes_to_make(pending, model.run, model.model_fingerprint, computed_on, store)
+        if not trials and model.run.label in measured:
+            continue
+        arithmetic = Arithmetic.of(model.geometry, model.workload.config.vocab_size)
+        speed = (
+            computed(plan.card, arithmetic, model.run.dtype) if plan.card else _speed(model, plan.resources, settings)
+        )
+        if speed is None:
+            return None
+        works.append(
+            ModelWork(
+                label=model.run.label,
+                arithmetic=arithmetic,
+                device=device,
+                weight_bytes=model.geometry.total_params * getattr(torch, model.run.dtype).itemsize,
+                speed=speed,
+                passes=dict(list(passes.items())[:trials]),  # an adaptive trial visits one seq_len at most
+                baseline=model.run.label not in measured,
+                trials=trials,
+                removed_params=round(mean(model.targets[config.pruning_ratio] for config in pending or configs)),
+                perplexity_tokens=model.workload.perplexity_tokens,
+                perplexity_window=model.workload.perplexity_window,
+                zero_shot=model.workload.zero_shot,
+                way=model.memory.way,
+                recipes=recipe_amounts(pending),
+                slices=len(model.run.protocol.slices),
+                state_bytes=model.geometry.hidden_size * getattr(torch, model.run.dtype).itemsize,
+            )
+        )
+    notes = []
+    if len(plan.gpu_names) > 1:
+        notes.append(
+            f"measured on one of several kinds of GPU, whose kernels differ in the last bits: {', '.join(plan.gpu_names)}"
+        )
+    if any(not work.zero_shot.exact for work in works):
+        notes.append("~ tokens of benchmarks are estimated: the hub's questions are read when the search starts")
+    stops = ([] if settings.scheduler == "none" else [settings.scheduler]) + ["the KL filter"] * settings.kl_filter
+    if stops:
+        notes.append(f"an upper bound: {' and '.join(stops)} stop{'s' if len(stops) == 1 else ''} trials early")
+    elif plan.space.search == "optuna":
+        notes.append("an upper bound: trials of one seq_len share their work on the original model")
+    if settings.draws is not None:
+        notes.append("an upper bound: runs beyond the first are for configurations that could still be the best")
+    if settings.recover is not None:
+        notes.append(
+            f"an upper bound: training is for at most {settings.recover} configurations that could still be the best"
+        )
+    adaptive = plan.space.search == "optuna"
+    start_s = INLINE_START_S if settings.inline else WORKER_START_S
+    return estimate(works, plan.slots, plan.resources.gpus, adaptive, notes, plan.resources.cpus, start_s)
+
+
+def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> DeviceSpeed | None:
+    """Measured where the trials will run: here, or by a worker of the cluster (None: none was free). On a GPU in a process that
+    ends, as Ray ends such a worker, so that the trials find its memory free."""
+    request = SpeedRequest(
+        model.workload.config,
+        model.run.dtype,
+        resources.device,
+        max(1, int(resources.cpus)),
+        max(model.workload.perplexity_window, *(config.seq_len for config, _ in model.trials)),
+        model.workload.zero_shot.rows,
+        tuple(
+            name
+            for name in by_statistic(needs_of(config for config, _ in model.trials))
+            if load_statistic(name).backward
+        ),
+    )
+    if settings.address is None:
+        return own_process.call(measure, request) if request.device == "cuda" else measure(request)
+    from tune_prune.tuning.ray_cluster import nodes  # imports ray: not needed to plan a search on this machine
+
+    speed: DeviceSpeed | None = nodes.call(measure, request, resources)
+    return speed

@@ -1,0 +1,358 @@
+"""Everything that can be known before a search starts: which trials, of which sizes, on which data, whether it fits.
+
+Loads configs and tokenizers, never weights. Every check that can fail does so here, in one sentence, rather than an hour
+into a search. The road: resolve (what is asked for) -> each model (checks, trials, memory) -> the machine (resources) -> the
+experiment (may it go on) -> plan_cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from tune_prune.core import artifact_cache, machine
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
+from tune_prune.core.errors import UserError
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.machine import TooLittleMemory
+from tune_prune.core.store import Location, ObjectPath, location, open_store
+from tune_prune.data import calibration, checks
+from tune_prune.data.sources import data_fingerprint
+from tune_prune.models import hub, loading, weight_files
+from tune_prune.models.catalog import ModelSource
+from tune_prune.models.geometry import Geometry
+from tune_prune.models.runner import devices
+from tune_prune.models.runner.mapped_model import to_bring_layers
+from tune_prune.pruning import shapes
+from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.selection import target_params
+from tune_prune.trial.steps import samples_needed
+from tune_prune.tuning import experiment, memory_bounds, own_process, plan_cost, resolve
+from tune_prune.tuning.gpus import Card, Gpu, visible_gpus
+from tune_prune.tuning.memory import INLINE_BYTES
+from tune_prune.tuning.memory_plan import MemoryPlan
+from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings, shapes_of
+from tune_prune.tuning.ray_cluster import address
+from tune_prune.tuning.ray_cluster.resources import (
+    MAX_AUTO_CPUS,
+    MAX_TRIALS_PER_GPU,
+    Node,
+    TrialResources,
+    plan_resources,
+    usable_bytes,
+)
+from tune_prune.tuning.search_space import SearchSpace
+from tune_prune.tuning.workload import memory_of, workload
+
+
+def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
+    """Check everything and resolve what was left open. `card`: GPUs to plan for in the place of what is here, in a machine that has
+    no records, and memory and room on its disk for all that waits there. Raises UserError; creates nothing."""
+    if settings.inline:
+        _check_inline(settings)
+    if card:
+        _check_card(settings, card)
+    space = resolve.space(settings)
+    storage = location(settings.storage_path).expanduser().absolute()
+    if isinstance(storage, ObjectPath) and storage.scheme == "memory" and not settings.inline:
+        raise UserError(
+            f"--storage-path is {storage}, the memory of this process, which no worker of Ray sees; add --inline, or name a folder "
+            "or a bucket"
+        )
+    str(
+        storage
+    ).encode()  # raises where a part of it is no text: records hold it, which are written when trials have ended
+    experiment.check_writable(storage / artifact_cache.FOLDER)
+    store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
+    with _cluster(settings):
+        told = _survey(settings)
+        nodes, gpus = _of_card(settings, card) if card else _nodes(settings, told)
+        on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
+        device = "cuda" if on_gpu else "cpu"
+        gains = [one.bfloat16 for one in (gpus if on_gpu else [node for node in told if node.runs_trials])]
+        fast = partial(all, gains) if on_gpu or told else partial(devices.fast_at_bfloat16, device)
+        # The run's text is the one of the flag or, where only the space names some, the first of those.
+        asked = replace(settings, calibration=settings.calibration or space.values["calibration"][0])
+        models = tuple(_plan_model(asked, space, name, device, fast, store, card) for name in settings.models)
+        _check_distinct(models)
+        folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
+        identities = {model.run.label: model.identity() for model in models}
+        objective = settings.objective if space.search == "optuna" else None
+        methods = space.values["method"]
+        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective, methods)
+        finished = {record.key for record in records if record.status != "failed"}
+        recorded = sum(key in finished for model in models for _, key in model.trials)
+        plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told, card=card)
+        plan = replace(plan, left=sum(plan_cost.left(plan, model, finished)[1] for model in models))
+        if plan.left and not card:
+            experiment.warn_of_other_versions(open_store(folder), records)
+        work = plan_cost.at_once(plan, finished)
+        # Inline, the trial of the moment has a GPU to itself, or several.
+        share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
+        by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
+        smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
+        bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
+        with memory_bounds.other_steps(settings, models, bounds):
+            models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
+            trial_bytes = max(model.memory.total for model in models)
+            waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
+            most = min(
+                (bounds.of[place] // away for place, away in waiting if place in bounds.of),
+                default=1 if waiting else MAX_TRIALS_PER_GPU,
+            )
+            with _advice_for(card, {model.run.dtype for model in models}):
+                resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
+            slots = memory_bounds.slots(settings, resources, nodes, work)
+            gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
+            if resources.gpus == 0:
+                memory_bounds.check(trial_bytes, slots, told, resources)
+        if told:
+            _check_reach(told, folder.parent, models)
+        names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
+        gpu_free = {name: memory.available for name, memory in memory_bounds.kinds_of(gpus).items()}
+        lacking = dict.fromkeys(gpu.name for gpu in gpus if not gpu.bfloat16)
+        plan = replace(
+            plan,
+            models=models,
+            resources=resources,
+            slots=slots,
+            gpu_names=names,
+            gpu_ways=gpu_ways,
+            gpu_free=gpu_free,
+            without_bfloat16=tuple(lacking) if any(gpu.bfloat16 for gpu in gpus) else (),
+        )
+        return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
+
+
+def _check_inline(settings: SearchSettings) -> None:
+    """Raise UserError where --inline comes with what only Ray can do."""
+    if settings.address is not None:
+        raise UserError("--inline runs in this process and --address on a cluster; leave one of them out")
+    if settings.gpus_per_trial is not None and 0 < settings.gpus_per_trial < 1:
+        raise UserError(
+            f"--gpus-per-trial is {settings.gpus_per_trial:g}, but --inline runs one trial at a time, which has the whole GPU; use "
+            "1, or leave it out"
+        )
+    if settings.trial_timeout_s is not None:
+        raise UserError(
+            "--trial-timeout ends the worker process of a trial, and with --inline there is no process but this one; leave one "
+            "of them out"
+        )
+
+
+def _check_card(settings: SearchSettings, card: Card) -> None:
+    """Raise UserError where --gpu comes with what says otherwise where trials run."""
+    asked = settings.gpus_per_trial
+    if settings.address is not None:
+        raise UserError("--gpu is for a machine that is not here, and --address for a cluster; leave one of them out")
+    if asked == 0:
+        raise UserError("--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; leave one of them out")
+    if asked and asked > card.count:
+        raise UserError(
+            f"--gpus-per-trial is {asked:g}, but --gpu is {card}; name as many, e.g. --gpu 2x4090 for two, or use fewer"
+        )
+
+
+@contextlib.contextmanager
+def _advice_for(card: Card | None, dtypes: Collection[str]) -> Iterator[None]:
+    """What to do about a trial that does not fit a GPU which is not here."""
+    try:
+        yield
+    except TooLittleMemory as error:
+        if card is None:
+            raise
+        smaller = "use --dtype bfloat16, or " if card.bfloat16 and "float32" in dtypes else "or "
+        raise TooLittleMemory(error.fact, f"plan for a larger --gpu, {smaller}choose a smaller model") from None
+
+
+def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
+    """Of an experiment without --name: models, percentages, search space; shapes, limit and tokens where they are not the usual."""
+    shapes = shapes_of(space, models)
+    parts = [
+        "+".join(model.run.label for model in models),
+        "+".join(f"{100 * ratio:g}" for ratio in space.values["pruning_ratio"]),
+        space.name,
+        *(["+".join(shapes)] if shapes != ("free",) else []),
+        *([f"limit{settings.limit}"] if settings.limit else []),
+        *([f"tokens{settings.perplexity_tokens}"] if settings.perplexity_tokens else []),
+    ]
+    return "-".join(parts)
+
+
+def _check_distinct(models: tuple[ModelPlan, ...]) -> None:
+    labels: dict[str, str] = {}
+    trials: dict[str, str] = {}
+    for model in models:
+        run, key = model.run, model.trials[0][1]
+        if run.label in labels:
+            raise UserError(
+                f"{labels[run.label]} and {run.model} would both be named {run.label!r} in the results; rename one of the folders, "
+                "or search them one after the other"
+            )
+        if key in trials:
+            raise UserError(f"{trials[key]} and {run.model} are the same model; name it with one --model only")
+        labels[run.label] = trials[key] = run.model
+
+
+def _plan_model(
+    settings: SearchSettings,
+    space: SearchSpace,
+    name: str,
+    device: str,
+    fast: Callable[[], bool],
+    store: artifact_cache.ArtifactStore,
+    card: Card | None,
+) -> ModelPlan:
+    try:
+        model = resolve.dense_model(settings, name, fast)
+        source, run, config, geometry = model.source, model.run, model.config, model.geometry
+        configs = _configs(space, geometry, run, source)
+        sizes = dict.fromkeys((config.pruning_ratio, config.shape, config.layer_cap) for config in configs)
+        targets = {ratio: target_params(geometry, ratio, shape, cap) for ratio, shape, cap in sizes}
+        checks.check_data(run)
+        by_right_choices = {
+            "--scheduler race-gold": settings.scheduler == "race-gold",
+            "--objective gold_logprob": space.search == "optuna" and settings.objective == "gold_logprob",
+            "--draws-by gold_logprob": settings.draws is not None and settings.draws_by == "gold_logprob",
+            "--kl-filter": settings.kl_filter,
+        }
+        for flag in (flag for flag, given in by_right_choices.items() if given):
+            checks.check_right_choices(run, flag)
+        seq_lens = dict.fromkeys(config.seq_len for config in configs)
+        most = max(config.num_samples for config in configs)
+        texts = dict.fromkeys([run.calibration, *(run.of(config).calibration for config in configs)])
+        for text in texts:
+            used = replace(run, calibration=text)
+            checks.check_calibration(used, source, config, model.tokenizer, seq_lens, most)
+            positions = config.max_position_embeddings
+            for length, count in sorted({needed for one in configs for needed in samples_needed(one, positions)}):
+                checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
+        # A plan for a GPU that is not here asks for no weights either.
+        loading.check_weights(source, config, needed=card is None)
+        for text in texts:
+            checks.check_cached(replace(run, calibration=text))
+    except UserError as error:
+        if len(settings.models) == 1:
+            raise
+        raise UserError(f"--model {name}: {error}") from error
+    commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
+    if commit:  # workers load what was planned, whatever the branch says by then
+        run = replace(run, revision=commit)
+    model_fingerprint = loading.model_fingerprint(source, config)
+    data = {text: data_fingerprint(replace(run, calibration=text)) for text in texts}
+    if len(set(data.values())) < len(data):
+        raise UserError(f"calibration lists {', '.join(data)}, of which two have the same content; keep one of them")
+    work = workload(run, config, model.tokenizer, store, model_fingerprint)
+    itemsize = getattr(torch, run.dtype).itemsize
+    # Of weights that are not here it is not known, and hardly any model has pickled ones alone.
+    folder = Path(source.location)
+    from_files = source.kind == "hub" or bool(weight_files.files(folder)) or not weight_files.pickled_files(folder)
+    gpus = max(1, int(settings.gpus_per_trial or 1))
+
+    def ways(from_files: bool, gpus: int) -> tuple[MemoryPlan, ...]:
+        found = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
+        own = INLINE_BYTES[device] if settings.inline else 0
+        return tuple(replace(plan, process=plan.process + own) for plan in found)
+
+    step = to_bring_layers(from_files, gpus)
+    asked = ways(from_files, gpus)
+    return ModelPlan(
+        run=run,
+        geometry=geometry,
+        model_fingerprint=model_fingerprint,
+        data_fingerprint=data[run.calibration],
+        texts={text: fingerprint for text, fingerprint in data.items() if text != run.calibration},
+        targets=targets,
+        trials=tuple((one, trial_key(one, model_fingerprint, data[run.of(one).calibration], run)) for one in configs),
+        workload=work,
+        ways=asked,
+        memory=asked[0],
+        other_ways=ways(True, 1) if step else (),
+        other_step=step,
+        gguf=source.gguf,
+        found_as=source.found_as,
+        stored_as=loading.stored_as(source, config),
+    )
+
+
+def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: ModelSource) -> tuple[PruningConfig, ...]:
+    """Of a model; "aligned" gets the N that suits its size."""
+    named = {shape: shapes.resolve(shape, None, geometry.total_params) for shape in space.values["shape"]}
+    if len(set(named.values())) < len(named):
+        raise UserError(
+            f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
+        )
+    for method, shape in product(map(load_method, space.values["method"]), named.values()):
+        method.check_shape(shape)
+    embedded, kind = source.kind == "embedded", HYPERPARAMETERS["calibration"].kind
+    texts = {
+        name: name if name is None else calibration.resolve(name, run.data_dir, embedded)
+        for name in space.values["calibration"]
+    }
+    if len({text and kind.short(text) for text in texts.values()}) < len(texts):
+        raise UserError(
+            f"calibration lists {', '.join(texts)}, of which two are the same text or have the same name; keep one of them, or "
+            "rename a file"
+        )
+    values = {"shape": tuple(named.values()), "calibration": tuple(texts.values())}
+    configs = replace(space, values=space.values | values).configs()
+    return tuple(config.within(run) for config in configs)
+
+
+@contextlib.contextmanager
+def _cluster(settings: SearchSettings) -> Iterator[None]:
+    """Connected to the cluster at --address, if one is named."""
+    if settings.address is None:
+        yield
+        return
+    from tune_prune.tuning.ray_cluster import cluster  # imports ray: not needed to plan a search on this machine
+
+    address.check(settings.address)
+    with cluster.connected(settings.address):
+        yield
+
+
+def _survey(settings: SearchSettings) -> tuple[Node, ...]:
+    """What each node of the connected cluster tells; none without a cluster."""
+    if settings.address is None:
+        return ()
+    from tune_prune.tuning.ray_cluster import nodes
+
+    return tuple(nodes.survey(use_gpus=settings.gpus_per_trial != 0))
+
+
+def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelPlan]) -> None:
+    """Raise UserError for nodes that do not share `folder`, or lack a model or its data."""
+    from tune_prune.tuning.ray_cluster import nodes
+
+    data = [
+        (replace(model.run, calibration=text), model.model_fingerprint, fingerprint)
+        for model in models
+        for text, fingerprint in {model.run.calibration: model.data_fingerprint, **model.texts}.items()
+    ]
+    nodes.check_reach(told, folder, data)
+
+
+def _of_card(settings: SearchSettings, card: Card) -> tuple[list[Mapping[str, float]], list[Gpu]]:
+    """A machine with those GPUs, and with CPUs for all trials that they hold."""
+    cpus = max(MAX_AUTO_CPUS, settings.cpus_per_trial or 0)
+    gpu = Gpu(card.name, machine.Memory(card.memory, card.memory), card.bfloat16)
+    return [{"CPU": card.count * MAX_TRIALS_PER_GPU * cpus, "GPU": card.count}], [gpu]
+
+
+def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[Gpu]]:
+    """CPUs and GPUs of each node, of this machine or of the connected cluster, and what GPUs those are, if they are to be used.
+    Raises UserError for a GPU of this machine that torch has no kernels for; of a cluster the survey does."""
+    if told:
+        return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]
+    count = torch.cuda.device_count()
+    gpus = own_process.call(visible_gpus) if count and settings.gpus_per_trial != 0 else []
+    if problem := next((gpu.problem for gpu in gpus if gpu.problem), None):
+        raise UserError(f"{problem}: {devices.NO_KERNELS_STEP} (--gpus-per-trial 0)")
+    return [{"CPU": machine.cpus(), "GPU": count}], gpus
