@@ -53,7 +53,7 @@ from tune_prune.data import calibration, perplexity_text
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics.block_removal import KINDS
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of a published trial, in their order.

@@ -53,7 +53,7 @@ from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare, run_trial
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 
 METHODS = ("taylor", "layerwise", "blockwise")
 MEMORY_AFTER = (10, 50, 100, 200)  # trials
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.set_defaults(pruning_ratio=0.2)
     args = p.parse_args(argv)
     if args.search_space:
-        search_space.load(args.search_space)  # a wrong one is refused now, not after the trials
+        space.load(args.search_space)  # a wrong one is refused now, not after the trials
     torch.set_num_threads(args.threads)
     values: dict[str, Any] = {"benchmark": "overhead", "in_process": [], "commands": [], "memory": {}}
     with tempfile.TemporaryDirectory() as folder:

@@ -57,7 +57,7 @@ from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.statistics import parse
 from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 
 
 def removal_kinds(method: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@
 3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules, and the
    log-probabilities of its right choices through the race by those (race-gold), whose winner is the best by them.
 
-Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaRule of asha.py
+Both rules are the program's own: Race and AshaRule of tune_prune/tuning/stopping.py
 beside it. Slices are `proportional` (a slice takes its fraction of each task) or `even` (evaluation.slices.even_slices). Tokens
 count the zero-shot items only. A winner is `worse` than the exhaustive one by more than 2 paired standard errors on all
 items, else `same or within noise`.
@@ -49,11 +49,8 @@ from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 from tune_prune.evaluation.slices import even_slices
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import Slice, TrialMessage
-from tune_prune.tuning.stopping.asha import AshaRule
-from tune_prune.tuning.stopping.measures import ACCURACY, GOLD_LOGPROB, ItemValues, Measure
-from tune_prune.tuning.stopping.race import read_outcomes
-from tune_prune.tuning.stopping.racing import Race
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.stopping import ACCURACY, GOLD_LOGPROB, AshaRule, ItemValues, Measure, Race, read_outcomes
+from tune_prune.tuning.work import TrialSpec
 
 GRID = Path("published_grids", "consolidated_Llama_20", "all_methods_results.csv")
 SLICES = EvaluationProtocol().slices

@@ -204,7 +204,7 @@ def message(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
     from tune_prune.tuning.messages import TrialMessage
     from tune_prune.tuning.preflight import make_plan
     from tune_prune.tuning.progress import LiveLine
-    from tune_prune.tuning.worker import TrialSpec
+    from tune_prune.tuning.work import TrialSpec
 
     (model,) = make_plan(settings_from(parser().parse_args(list(argv)))).models
     specs = {key: TrialSpec(model.run, config, key) for config, key in model.trials}

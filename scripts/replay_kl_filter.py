@@ -8,7 +8,7 @@ these the filter compares. Trials without both KLs are left out. Told are the tr
 many orders it stops the best by each measure, and the share of the seconds of all trials that it saves: those that the stopped
 ones spent on perplexity and items, where the records say them.
 
-The rule is the program's own (tune_prune/tuning/stopping/kl_filter.py), and the order random, as in a search with the filter.
+The rule is the program's own (tune_prune/tuning/stopping.py), and the order random, as in a search with the filter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.measures import MEASURES, measured
 from tune_prune.core.store import location
-from tune_prune.tuning.stopping.kl_filter import FACTOR, FEWEST, KLS, KlGroup
+from tune_prune.tuning.stopping import FACTOR, FEWEST, KLS, KlGroup
 
 WINNERS = ("accuracy", "gold_logprob", "kl")
 SAVED = ("perplexity_duration_s", "zero_shot_duration_s")

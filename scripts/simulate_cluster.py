@@ -51,7 +51,7 @@ from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import by_statistic
 from tune_prune.trial.statistics import by_samples
 from tune_prune.trial.trial import TrialProgress
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 from tune_prune.tuning.device_speed import DeviceSpeed, Line
 from tune_prune.tuning.estimate import DISK_BYTES_PER_S, CostEstimate, ModelCost, ModelWork, estimate
 from tune_prune.tuning.flops import Arithmetic
@@ -61,13 +61,13 @@ from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.results import PrepareLines, PrepareObserver, RecordsObserver
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
-from tune_prune.tuning.preparation import PrepareJob, Work, prepare_jobs
 from tune_prune.tuning.progress import LiveLine
-from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.queue import WorkQueue, prepare_jobs
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.stopping.rule import StoppingRule
+from tune_prune.tuning.stopping import StoppingRule
 from tune_prune.tuning.tokens import ZeroShotTokens
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
+from tune_prune.tuning.worker import WorkerSettings
 
 PEAK, REACHED = 989e12, 0.4  # operations a second of an H200 in bfloat16, and what of it
 TEXT = 300_000  # tokens of WikiText-2's test set, about; and the seven tasks of the hub, all items
@@ -79,7 +79,7 @@ PROTOCOL = EvaluationProtocol()
 def configs_of(trials: int) -> list[PruningConfig]:
     """Of one model: the published grid, or one of 4 methods x 25 lengths x as many numbers of samples as it takes."""
     if trials == 45:
-        return list(search_space.load("paper_grid").configs())
+        return list(space.load("paper_grid").configs())
     methods, lengths = ("taylor", "layerwise", "blockwise", "wanda_sp"), [16 * i for i in range(1, 26)]
     samples = [16 * i for i in range(1, 1 + math.ceil(trials / 100))]
     return [PruningConfig(*levels) for levels in itertools.product(methods, lengths, samples)][:trials]

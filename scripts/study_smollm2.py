@@ -39,7 +39,7 @@ from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import RESULTS
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = [0, 1, 2]  # seeds of calibration samples

@@ -16,7 +16,7 @@ from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.parser import Parser
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -203,8 +203,8 @@ def test_help_names_every_search_space_and_command(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert all(f"\n  {name} " in out for name in tune_prune.__main__.COMMANDS)
     text = search_flags.parser().format_help_all()
-    for name in search_space.names():
-        size = search_space.load(name).size
+    for name in space.names():
+        size = space.load(name).size
         assert re.search(rf"^ +{name} +{size}, ", text, re.MULTILINE), name
 
 

@@ -19,7 +19,7 @@ from tests.trials import RUN
 from tune_prune import embedded
 from tune_prune.commands import analysis, evaluate, prune, search
 from tune_prune.core.ending import exit_code
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -103,7 +103,7 @@ def test_flags_that_nothing_reads(refused: Callable[..., str]) -> None:
 
 
 def test_more_seeds_than_can_be_planned(refusal: Callable[..., str]) -> None:
-    seeds = ",".join(map(str, range(search_space.MAX_POINTS // 6 + 1)))
+    seeds = ",".join(map(str, range(space.MAX_POINTS // 6 + 1)))
     assert "16,667 seeds of the flags make 100,002 combinations" in refusal(*TINY, "--seeds", seeds)
 
 

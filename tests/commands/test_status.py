@@ -28,11 +28,11 @@ from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger, PassLog
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import BASELINES, EXPERIMENT, STATUS, FolderStore
-from tune_prune.tuning.draws import Draws
 from tune_prune.tuning.observers.status import StatusObserver, ended
-from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.rounds import Draws
+from tune_prune.tuning.work import PrepareJob, TrialSpec
+from tune_prune.tuning.worker import WorkerSettings
 
 SPEC = TrialSpec(RUN, PruningConfig("taylor", 16, 10), "k0")
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)

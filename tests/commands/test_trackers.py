@@ -19,7 +19,7 @@ from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.tuning.observers import tracking
 from tune_prune.tuning.observers.tracking import TrackingObserver
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import TrialSpec
 
 SPEC = TrialSpec(RUN, PruningConfig("taylor", 16, 10), "k0")
 

@@ -16,7 +16,7 @@ import pytest
 from tests.documents import ROOT, SHORT, Block, Reader, blocks, package_of_contributor, statements
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 
 DOCUMENTS = (
     "README.md",

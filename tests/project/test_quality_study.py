@@ -13,7 +13,7 @@ import pytest
 import quality_study
 
 from tune_prune.commands import search_flags
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 
 LIMIT = ["--limit", "100", "--perplexity-tokens", "16384"]
 

@@ -10,7 +10,7 @@ import pytest
 from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.methods import load_method, method_names
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,9 +51,9 @@ def test_the_methods_are_those_of_the_code_with_their_papers() -> None:
 
 def test_the_search_spaces_are_those_that_are_shipped() -> None:
     rows = {re.search(r"`(.+?)`", row[0]).group(1): row[1] for row in table("search_spaces", "search space")}  # type: ignore[union-attr]
-    assert sorted(rows) == sorted(search_space.names())
+    assert sorted(rows) == sorted(space.names())
     for name, text in rows.items():
-        size = search_space.load(name).size
+        size = space.load(name).size
         assert str(size) in text or (name, text) == ("minimal", "3 methods with 4 samples")
 
 

@@ -13,7 +13,7 @@ import tune_prune
 from tune_prune.commands.flags import RUN_DEFAULTS
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.pruning.methods import load_method, method_names
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -59,7 +59,7 @@ def test_the_example_is_the_search_space_that_the_page_says(tmp_path: Path) -> N
     count = re.search(r"These are (\d+) configurations", SPACES)
     assert example and count
     (tmp_path / "example.yaml").write_text(example.group(1), encoding="utf-8")
-    assert len(search_space.load(str(tmp_path / "example.yaml")).configs()) == int(count.group(1))
+    assert len(space.load(str(tmp_path / "example.yaml")).configs()) == int(count.group(1))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -13,8 +13,7 @@ import bench_scale
 import pytest
 import simulate_cluster
 
-from tune_prune.tuning.preparation import PrepareJob
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import PrepareJob, TrialSpec
 
 
 def test_trials_wait_for_their_statistics_and_all_are_done(tmp_path: Path) -> None:

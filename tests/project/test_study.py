@@ -17,7 +17,7 @@ from tune_prune.commands.analysis import parser as analysis_parser
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import RESULTS
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 
 GRID = [  # name, accuracy, log-probability of right choices
     ("taylor-s256-n128", 0.46, -39.6),

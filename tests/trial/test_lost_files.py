@@ -27,7 +27,8 @@ from tune_prune.trial.context import ArtifactStore, TrialContext
 from tune_prune.trial.trial import Trial
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.stages import StageRunner
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.work import TrialSpec
+from tune_prune.tuning.worker import WorkerSettings
 
 CONFIG = replace(BLOCKWISE, method="taylor")
 

@@ -29,7 +29,8 @@ from tune_prune.trial.trial import Trial, run_trial
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.stages import StageRunner
-from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
+from tune_prune.tuning.work import TrialSpec
+from tune_prune.tuning.worker import ContextCache, WorkerSettings
 
 SMALL = replace(
     RUN, protocol=EvaluationProtocol(tasks=("boolq", "piqa"), limit=4, slices=(0.5, 1.0), perplexity_window=128)

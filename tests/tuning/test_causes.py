@@ -18,13 +18,13 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster import loss, tuner
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH
-from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.stopping import StoppingRule
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
+from tune_prune.tuning.worker import WorkerSettings
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
 SPEC = TrialSpec(RUN, PruningConfig("random", 16, 8), "0123456789abcdef")

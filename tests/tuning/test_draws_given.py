@@ -23,13 +23,13 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import STATUS, FolderStore
-from tune_prune.tuning import draws as of_plan
 from tune_prune.tuning import driver, resolve
-from tune_prune.tuning.draws import Draws
+from tune_prune.tuning import rounds as of_plan
 from tune_prune.tuning.driver import TuneOptions
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.ray_cluster import cluster
 from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.rounds import Draws
 from tune_prune.tuning.worker import WorkerSettings
 
 MOST = 3

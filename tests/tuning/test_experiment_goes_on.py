@@ -26,7 +26,8 @@ from tune_prune.core.validation import validated
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.pruning import methods
 from tune_prune.pruning.methods import load_method
-from tune_prune.tuning import experiment, search_space
+from tune_prune.tuning import experiment
+from tune_prune.tuning import space as search_space
 from tune_prune.tuning.plan import SearchSettings
 from tune_prune.tuning.preflight import make_plan
 

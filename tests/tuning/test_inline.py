@@ -26,7 +26,7 @@ from tune_prune.tuning import worker
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.observers import status
 from tune_prune.tuning.observers.lost_work import LostWork
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import TrialSpec
 
 WHOLE_TEXT = True
 

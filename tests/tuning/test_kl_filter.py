@@ -26,9 +26,8 @@ from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.stopping.kl_filter import KlFilterRule
-from tune_prune.tuning.stopping.race import RaceRule
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.stopping import KlFilterRule, RaceRule
+from tune_prune.tuning.work import TrialSpec
 
 WHOLE_TEXT = True
 

@@ -16,9 +16,8 @@ from tune_prune.pruning.statistics import Need
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
-from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.progress import LATE, LiveLine, TimeLeft
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
 CONFIGS = [PruningConfig("taylor", 16, n) for n in (8, 16, 32, 64)]

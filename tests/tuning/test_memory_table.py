@@ -19,7 +19,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import by_statistic
 from tune_prune.trial.statistics import by_samples
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 from tune_prune.tuning.device_speed import computed
 from tune_prune.tuning.estimate import ModelWork, estimate
 from tune_prune.tuning.flops import Arithmetic
@@ -58,7 +58,7 @@ def on_card(ways: list[MemoryPlan], card: Card, geometry: Geometry, vocab_size: 
     arithmetic = Arithmetic.of(geometry, vocab_size)
     speed = computed(card, arithmetic, "bfloat16")
     assert speed
-    configs = search_space.load("paper_grid").configs()
+    configs = space.load("paper_grid").configs()
     passes = {
         samples: [need for needs in by_statistic(shared).values() for need in needs]
         for samples, shared in by_samples(configs).items()
@@ -90,7 +90,7 @@ def planned(name: str) -> tuple[PretrainedConfig, Geometry, list[MemoryPlan]]:
     work: Any = SimpleNamespace(
         config=config, perplexity_window=2048, perplexity_tokens=TEXT, longest_row=600, zero_shot=ZERO_SHOT
     )
-    configs = search_space.load("paper_grid").configs()
+    configs = space.load("paper_grid").configs()
     return config, geometry, memory_of(work, geometry, configs, target_params(geometry, 0.2, "free"), 2, "cuda")
 
 

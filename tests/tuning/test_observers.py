@@ -21,9 +21,9 @@ from tune_prune.tuning.observers import tensorboard
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
-from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.work import PrepareJob, TrialSpec
+from tune_prune.tuning.worker import WorkerSettings
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
 SPEC = TrialSpec(RUN, PruningConfig("taylor", 16, 8), "k")

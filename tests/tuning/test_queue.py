@@ -14,12 +14,11 @@ from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.tuning.messages import JobMessage
-from tune_prune.tuning.preparation import Work, prepare_jobs
-from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.queue import WorkQueue, prepare_jobs
 from tune_prune.tuning.ray_cluster.trainable import to_result
 from tune_prune.tuning.ray_cluster.tuner import QueueSearcher
-from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.sampler import OptunaSearcher
+from tune_prune.tuning.work import TrialSpec, Work
 
 DONE = JobMessage()
 

@@ -21,10 +21,8 @@ from tune_prune.evaluation.item_scores import ItemScore, to_parquet
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.messages import Slice, TrialMessage
-from tune_prune.tuning.stopping.measures import GOLD_LOGPROB
-from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
-from tune_prune.tuning.stopping.racing import Race
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.stopping import GOLD_LOGPROB, Race, RaceRule, read_outcomes
+from tune_prune.tuning.work import TrialSpec
 
 TASKS_OF = {"even": EMBEDDED, "tiny": {"a": 12, "b": 30, "c": 400}, "one": {"t": 120}}
 

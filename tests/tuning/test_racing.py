@@ -11,7 +11,7 @@ import pytest
 
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.evaluation.slices import even_slices
-from tune_prune.tuning.stopping.racing import Race
+from tune_prune.tuning.stopping import Race
 
 SLICES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 EMBEDDED = {f"task{i}": 240 for i in range(7)}

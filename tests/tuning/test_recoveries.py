@@ -24,7 +24,8 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_baselines
 from tune_prune.core.records import FAILURES
 from tune_prune.core.store import FolderStore
-from tune_prune.tuning import driver, recoveries, resolve
+from tune_prune.tuning import driver, resolve
+from tune_prune.tuning import rounds as recoveries
 from tune_prune.tuning.driver import TuneOptions
 
 

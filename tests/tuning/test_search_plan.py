@@ -39,7 +39,8 @@ from tune_prune.pruning.methods import Method, load_method
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare
-from tune_prune.tuning import experiment, preflight, resolve, search_space
+from tune_prune.tuning import experiment, preflight, resolve
+from tune_prune.tuning import space as search_space
 from tune_prune.tuning.memory_bounds import check_memory
 from tune_prune.tuning.plan import SearchSettings
 from tune_prune.tuning.preflight import make_plan

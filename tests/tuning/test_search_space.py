@@ -11,7 +11,7 @@ import pytest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 
 GOOD = {
     "search": "grid",

@@ -11,8 +11,8 @@ from optuna.trial import TrialState
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.records import TrialRecord
-from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.sampler import OptunaSearcher
+from tune_prune.tuning.work import TrialSpec
 
 METHODS = ("taylor", "layerwise", "blockwise")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tuning.test_search_space import GOOD, problems, with_value, yaml_file
 from tune_prune.core.errors import UserError
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space
 
 LINES = {name: line for line, name in enumerate(GOOD, 1)} | {"extra": len(GOOD) + 1}
 
@@ -67,7 +67,7 @@ def test_more_combinations_than_can_be_planned(tmp_path: Path, search: str) -> N
 def test_of_many_problems_the_first_are_told(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, with_value(seq_len=f"[{', '.join(['1'] * 500)}]"))
     with pytest.raises(UserError) as caught:
-        search_space.load(path)
+        space.load(path)
     first, *lines = str(caught.value).splitlines()
     assert first.endswith("has 500 problems:") and len(lines) == 21 and lines[-1] == "and 480 more"
 
@@ -177,7 +177,7 @@ colour: blue
 @pytest.mark.parametrize("name", ["papergrid", "no/such/paper_gird.yaml", "paper_gird.yml"])
 def test_missing_file_suggests_a_name(name: str) -> None:
     with pytest.raises(UserError, match="did you mean 'paper_grid'") as caught:
-        search_space.load(name)
+        space.load(name)
     assert repr(name) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -185,9 +185,9 @@ def test_missing_file_suggests_a_name(name: str) -> None:
 def test_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"space\.yaml cannot be read"):
-        search_space.load(str(tmp_path / "space.yaml"))
+        space.load(str(tmp_path / "space.yaml"))
 
 
 def test_a_folder_is_no_search_space(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"search space '{tmp_path}' is a folder; name a file in it"):
-        search_space.load(str(tmp_path))
+        space.load(str(tmp_path))

@@ -15,9 +15,8 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.messages import Message
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.ray_cluster import deadline
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 
 WHOLE_TEXT = True
 

@@ -20,11 +20,8 @@ from tune_prune.tuning.observers.results import FailuresObserver
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.trainable import to_result
 from tune_prune.tuning.ray_cluster.tuner import QueueSearcher, RuleScheduler
-from tune_prune.tuning.stopping.asha import AshaRule
-from tune_prune.tuning.stopping.kl_filter import KlFilterRule
-from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
-from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, groups_of_draws
+from tune_prune.tuning.stopping import AshaRule, KlFilterRule, RaceRule, StoppingRule, read_outcomes
+from tune_prune.tuning.work import TrialSpec, groups_of_draws
 
 SIZES = {"boolq": 400, "piqa": 200}
 ADDED = ({"boolq": 100, "piqa": 50}, {"boolq": 100, "piqa": 50}, {"boolq": 200, "piqa": 100})

@@ -28,10 +28,9 @@ from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.ray_cluster import cluster, nodes
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 
 WHOLE_TEXT = True
 pytestmark = pytest.mark.slow

@@ -38,7 +38,7 @@ from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
 from tune_prune.tuning.device_speed import REACHED
 from tune_prune.tuning.plan import Plan
-from tune_prune.tuning.recoveries import is_withheld
+from tune_prune.tuning.rounds import is_withheld
 
 
 def describe(plan: Plan) -> str:

@@ -22,7 +22,7 @@ from tune_prune.data.sources import perplexity_text_name
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.tuning.plan import ModelPlan, Plan
-from tune_prune.tuning.recoveries import expected, is_withheld
+from tune_prune.tuning.rounds import expected, is_withheld
 
 WIDTH, _NAMES = 120, 13  # columns of a line, and of the name before it
 NAMED_TESTS = 3  # so many benchmarks have their names in the line of the tests

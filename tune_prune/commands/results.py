@@ -33,11 +33,11 @@ from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.records import TrialRecord, failure_counts, may_pass
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
 from tune_prune.core.terminal import say
-from tune_prune.tuning import experiment, recoveries
-from tune_prune.tuning.draws import Draws
+from tune_prune.tuning import experiment, rounds
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.plan import Plan
 from tune_prune.tuning.ray_cluster.local import LocalRay
+from tune_prune.tuning.rounds import Draws
 
 if TYPE_CHECKING:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions
@@ -240,8 +240,8 @@ def _warned(store: Store, name: str) -> Iterator[None]:
 def _run_by_decisions(
     plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, about: dict[str, Any]
 ) -> None:
-    """What no decision is made for, then draw by draw those that may still be the best (`tuning.draws`), then with training the
-    best of them (`tuning.recoveries`). What has failed for a reason that may pass is tried once more before a decision, and left
+    """What no decision is made for, then draw by draw those that may still be the best (`tuning.rounds`), then with training the
+    best of them (`tuning.rounds`). What has failed for a reason that may pass is tried once more before a decision, and left
     out if it fails again. Only the first trials may be stopped early: a mean over draws needs all of them."""
     from tune_prune.tuning.driver import connected, run_search
 
@@ -275,7 +275,7 @@ def _run_by_decisions(
                 experiment.write_given(store, plan, about, draws.given, draws=draws.rounds)
                 tell("draws", draws.rounds[told:])
         if plan.settings.recover is not None:
-            trained, keys = recoveries.choose(plan, find(study(measured)), draws.given)
+            trained, keys = rounds.choose(plan, find(study(measured)), draws.given)
             experiment.write_given(store, plan, about, draws.given | keys, recovered=trained)
             tell("recovery", trained)
             run_search(jobs, replace(options, only=frozenset(keys)))

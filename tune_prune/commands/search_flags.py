@@ -225,13 +225,13 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
     if not args.model:
         parser().error("the following arguments are required: --model")
     from tune_prune.commands.names import check_names
-    from tune_prune.tuning import search_space
+    from tune_prune.tuning import space
     from tune_prune.tuning.ray_cluster.resources import parse_amount
 
     gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
     cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)
     check_names(args.model, args.data_dir, args.tasks, args.calibration)
-    search_space.load(args.search_space)
+    space.load(args.search_space)
     from tune_prune.tuning.plan import SearchSettings
 
     return SearchSettings(

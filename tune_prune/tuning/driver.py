@@ -24,7 +24,7 @@ from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, Location, open_sto
 from tune_prune.core.terminal import say
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
-from tune_prune.tuning import inline, preparation
+from tune_prune.tuning import inline
 from tune_prune.tuning.estimate import CostEstimate
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
@@ -32,16 +32,23 @@ from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, 
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
-from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.queue import WorkQueue, prepare_jobs
 from tune_prune.tuning.ray_cluster.local import LocalRay
 from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
-from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.stopping.asha import AshaRule
-from tune_prune.tuning.stopping.kl_filter import KlFilterRule
-from tune_prune.tuning.stopping.measures import ACCURACY, GOLD_LOGPROB, ItemValues, Measure
-from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
-from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings, labels_of_groups
+from tune_prune.tuning.sampler import OptunaSearcher
+from tune_prune.tuning.stopping import (
+    ACCURACY,
+    GOLD_LOGPROB,
+    AshaRule,
+    ItemValues,
+    KlFilterRule,
+    Measure,
+    RaceRule,
+    StoppingRule,
+    read_outcomes,
+)
+from tune_prune.tuning.work import TrialSpec, labels_of_groups
+from tune_prune.tuning.worker import WorkerSettings
 
 RACES: dict[str, Measure] = {"race": ACCURACY, "race-gold": GOLD_LOGPROB}  # schedulers that race, and by what
 
@@ -127,7 +134,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         finished = [record for record in recorded if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
         # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
-        prepared = preparation.prepare_jobs(pending if searcher is None else [], missing)
+        prepared = prepare_jobs(pending if searcher is None else [], missing)
         total = len(finished) + count
         used = min(slots, max(1, len(prepared) + count))  # as in the plan
         line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=used)

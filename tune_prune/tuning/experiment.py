@@ -42,9 +42,8 @@ from tune_prune.data.sources import perplexity_text_name
 from tune_prune.evaluation.item_scores import accuracies
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import parse
-from tune_prune.tuning.draws import Round, first_given
 from tune_prune.tuning.plan import ModelPlan, Plan, one_or_list
-from tune_prune.tuning.recoveries import Trained
+from tune_prune.tuning.rounds import Round, Trained, first_given
 
 log = logging.getLogger(__name__)
 

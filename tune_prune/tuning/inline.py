@@ -10,11 +10,11 @@ from tune_prune.core.errors import MachineError
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.observers.results import end, end_by_error
-from tune_prune.tuning.preparation import Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.stages import StageRunner
-from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.stopping import StoppingRule
+from tune_prune.tuning.work import TrialSpec, Work
+from tune_prune.tuning.worker import WorkerSettings
 
 
 def run(

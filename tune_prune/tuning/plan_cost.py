@@ -20,7 +20,7 @@ from tune_prune.tuning.device_speed import DeviceSpeed, SpeedRequest, computed, 
 from tune_prune.tuning.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.tuning.flops import Arithmetic
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.recoveries import expected
+from tune_prune.tuning.rounds import expected
 from tune_prune.tuning.workload import passes_to_make, recipe_amounts
 
 if TYPE_CHECKING:

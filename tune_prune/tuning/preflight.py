@@ -47,7 +47,7 @@ from tune_prune.tuning.ray_cluster.resources import (
     plan_resources,
     usable_bytes,
 )
-from tune_prune.tuning.search_space import SearchSpace
+from tune_prune.tuning.space import SearchSpace
 from tune_prune.tuning.workload import memory_of, workload
 
 

@@ -20,8 +20,7 @@ from tune_prune.core.terminal import printable
 from tune_prune.tuning.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
-from tune_prune.tuning.worker import TrialSpec, labels_of_groups
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work, labels_of_groups
 
 TTY_REFRESH_S = 0.5
 LOG_REFRESH_S = 10.0  # without a terminal; later on

@@ -6,16 +6,32 @@ device: what is not ready is not handed out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tune_prune.core.config import ModelRun, Samples
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import by_statistic, load_statistic
 from tune_prune.trial.failures import is_given_up
+from tune_prune.trial.statistics import by_samples
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
-from tune_prune.tuning.preparation import PrepareJob, Work
-from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.sampler import OptunaSearcher
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
+
+
+def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) -> list[PrepareJob]:
+    """The jobs that `pending` trials need, one per model, seq_len and draw, and one per model without a baseline.
+
+    Models stay together, and the longest job of a model comes first, so that workers end at about the same time.
+    """
+    specs = list(pending)
+    baselines = list(baselines)
+    jobs = []
+    for run in dict.fromkeys([*(spec.run for spec in specs), *baselines]):
+        configs = [spec.config for spec in specs if spec.run == run]
+        if run in baselines:
+            jobs.append(PrepareJob(run))
+        jobs += [PrepareJob(run, samples, needs) for samples, needs in by_samples(configs).items()]
+    return jobs
 
 
 class WorkQueue:

@@ -18,10 +18,10 @@ from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, loading
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import shapes
-from tune_prune.tuning import search_space
+from tune_prune.tuning import space as search_space
 from tune_prune.tuning.plan import SearchSettings
-from tune_prune.tuning.search_space import SearchSpace
-from tune_prune.tuning.stopping.kl_filter import FEWEST
+from tune_prune.tuning.space import SearchSpace
+from tune_prune.tuning.stopping import FEWEST
 
 
 def space(settings: SearchSettings) -> SearchSpace:

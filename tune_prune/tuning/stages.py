@@ -12,16 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tune_prune.core.errors import MachineError, UserError, refused
+from tune_prune.core.ledger import PassLog
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.pruning.statistics import Need
+from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import failure_of
 from tune_prune.trial.statistics import needs_of
-from tune_prune.trial.trial import Trial, TrialProgress
+from tune_prune.trial.trial import Trial, TrialProgress, prepare, run_trial
 from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage, logged_warnings
-from tune_prune.tuning.preparation import PrepareJob, Work, run_job
-from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
+from tune_prune.tuning.worker import ContextCache, WorkerSettings
 
 
 class StageRunner:
@@ -145,3 +147,17 @@ class StageRunner:
 
     def _fail(self, reason: str, error: Exception) -> TrialRecord:
         return self._settings.write_record(self._progress, "failed", reason, failure_of(error))
+
+
+def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) -> JobMessage:
+    """Do a job in the worker that has its model open; every pass is noted as soon as it is made."""
+    if job.samples is not None:
+        passes = PassLog(settings.store)
+        reports = []
+        for what, report in prepare(context, job.samples, job.needs):
+            passes.write(what, report)
+            reports.append(report)
+        return JobMessage(tuple(reports))
+    store = settings.store.within(f"{TRIALS}/{context.key(None)}")
+    record = run_trial(None, context, store, settings.note_attempt)
+    return JobMessage(baseline=replace(record, resources=settings.resources.to_ray(), search_id=settings.search_id))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from tune_prune.core.config import ModelRun, PruningConfig, group_labels
+from tune_prune.core.config import ModelRun
 from tune_prune.core.ledger import AttemptLog, Ledger
 from tune_prune.core.records import Failure, Status, TrialRecord
 from tune_prune.core.store import Location, Store, open_store
@@ -20,32 +20,7 @@ from tune_prune.trial.failures import Hung, LostWorker, failure_of
 from tune_prune.trial.fallback import Fallback
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
-
-
-@dataclass(frozen=True)
-class TrialSpec:
-    """One point of the search for one model; `key` names it in the ledger."""
-
-    run: ModelRun
-    config: PruningConfig
-    key: str
-
-
-def labels_of_groups(specs: Iterable[TrialSpec]) -> dict[str, str]:
-    """By trial key, the label of the group in which the trial is compared."""
-    groups = {spec.key: spec.config.group(spec.run.label) for spec in specs}
-    labels = group_labels(groups.values())
-    return {key: labels[group] for key, group in groups.items()}
-
-
-def groups_of_draws(specs: Iterable[TrialSpec]) -> dict[str, str]:
-    """By trial key, the group in which the trial may be stopped: that in which it is compared, and its draw of calibration samples.
-    Configurations race on one draw, where luck with the samples is no lead over another draw of the same configuration."""
-    specs = list(specs)
-    labels = labels_of_groups(specs)
-    # None is the run's own draw: no configuration that a plan makes has the run's seed by its number
-    seeds = {spec.key: "" if spec.config.seed is None else spec.config.seed for spec in specs}
-    return {key: f"{labels[key]} {seed}".strip() for key, seed in seeds.items()}
+from tune_prune.tuning.work import TrialSpec
 
 
 @dataclass(frozen=True)

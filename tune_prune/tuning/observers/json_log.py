@@ -11,7 +11,7 @@ from tune_prune.core.files import to_json
 from tune_prune.core.records import PER_ITEM, StageReport
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.work import PrepareJob, Work
 
 
 class JsonLog(Observer):

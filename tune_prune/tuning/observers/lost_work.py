@@ -11,7 +11,7 @@ from tune_prune.core.ledger import PassLog
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.work import PrepareJob, Work
 from tune_prune.tuning.worker import WorkerSettings
 
 

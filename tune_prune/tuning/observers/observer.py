@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tune_prune.tuning.messages import Message
-from tune_prune.tuning.preparation import Work
+from tune_prune.tuning.work import Work
 
 
 class Observer:

@@ -12,8 +12,8 @@ from tune_prune.trial.failures import failure_of, is_given_up
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.work import PrepareJob, Work
 from tune_prune.tuning.worker import WorkerSettings
 
 

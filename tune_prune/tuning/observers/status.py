@@ -16,7 +16,7 @@ from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.store import STATUS, Store
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.work import PrepareJob, Work
 from tune_prune.tuning.worker import WorkerSettings
 
 BEAT_S = 10.0  # between two writings, also while a stage takes an hour

@@ -21,8 +21,7 @@ from tune_prune.core.store import Location, open_store
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import PrepareJob, Work
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 
 
 class TensorBoardObserver(Observer):

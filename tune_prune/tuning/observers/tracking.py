@@ -23,8 +23,7 @@ from tune_prune.core.terminal import say
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.preparation import Work
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.work import TrialSpec, Work
 
 TRACKERS = {"mlflow": "mlflow_runs", "wandb": "wandb_runs"}  # flag, package and extra -> module beside this one
 WAIT_S = 60.0  # at the end of a search, for what a tracker has not written yet

@@ -12,9 +12,9 @@ from typing import Any
 from ray import tune
 
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
-from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.stages import StageRunner
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
+from tune_prune.tuning.worker import WorkerSettings
 
 AFTER_A_DEATH = "after_a_death"  # in the config of a trial whose worker died
 _MESSAGE = "message"

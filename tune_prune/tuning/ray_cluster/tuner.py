@@ -31,13 +31,13 @@ from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.observers.results import end, end_by_error, last_line
-from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.deadline import Deadline
 from tune_prune.tuning.ray_cluster.handover import deaths_count_once
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH, PruneTrainable, message_in, work_of
-from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.stopping import StoppingRule
+from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
+from tune_prune.tuning.worker import WorkerSettings
 
 CRASHES_PER_TRIAL = 1  # worker killed, node lost, or an exception: tried again once in a fresh process
 

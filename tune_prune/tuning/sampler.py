@@ -23,7 +23,7 @@ from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.measures import comparable, measured
 from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.messages import TrialMessage
-from tune_prune.tuning.worker import TrialSpec, labels_of_groups
+from tune_prune.tuning.work import TrialSpec, labels_of_groups
 
 STARTUP_TRIALS = 5  # random points before TPE models anything; Optuna's 10 would be most of a 27-point space
 

@@ -1,0 +1,572 @@
+"""What decides, after every stage of a trial, whether the trial goes on.
+
+What a race compares item by item: whether an item is right, or the log-probability of its right choice.
+
+A measure says where its scores stand in a worker's message and in items.parquet, how they become numbers, and what one
+item that was not seen yet can weigh; the rule itself (tune_prune.tuning.stopping) is the same for both.
+
+Racing: a configuration is out of the search once paired differences on the same items say that it cannot be the best.
+
+Trials are measured on nested slices of every task's items, the same items in the same order for all. After each slice
+but the last (a look) a trial is compared with every other trial, each pair on all items that both have seen. Racing as
+such is Maron and Moore's (Hoeffding races, NIPS 1993); there the items bound the differences, here their spread does.
+What is compared is a measure (tune_prune.tuning.stopping): whether an item is right, or the log-probability of
+its right choice.
+
+Guarantee. With probability >= `confidence` the configuration that would come out best on ALL items is never stopped,
+however trials are ordered and however many run at a time. The probability is over the random order of the items; models
+and items are fixed. It is an approximation by the normal distribution, with a guard for small numbers below, and is held
+by simulation (tests/tuning/test_racing.py and test_race_gold.py, scripts/bench_racing.py), not a bound for every conceivable
+set of scores.
+
+The rule. k tasks; n_t of a task's N_t items have been seen; d_i is rival minus trial on item i: of accuracies -1, 0 or 1.
+
+    D = sum_t (sum_i d_i / n_t) / k             difference of the means, acc_mean or gold_logprob_mean
+    V = sum_t (1 - n_t/N_t) sum_i d_i^2 / (n_t k)^2
+    M = max_t (1 - n_t/N_t) / (n_t k)           what one item can weigh
+    L                                           what one item can differ by: 1 of accuracies
+    stop when D > z * sqrt(V + M * L * D),      z = Phi^-1(1 - (1 - confidence) / (rivals * looks))
+
+V is the variance of D when neither is better: d_i^2 and not (d_i - mean)^2 counts, as in McNemar's test (Psychometrika
+1947), and 1 - n_t/N_t is the finite-population correction, since only the items of the protocol are to be predicted
+(Cochran, Sampling Techniques, 1977, chapters 2 and 5). z is Bonferroni's over all rivals of the search and all looks, so
+that comparisons need no order.
+
+The guard M * L * D, first for accuracies, where L is 1. V counts the items that were seen to differ. A small task in which
+no pair has differed yet would count as certain, though the trial may win it on items still to come. If the trial is in truth
+no worse than its rival, such unseen wins make up for D; fewest items do when each weighs M, and then they are D / M items
+that add M^2 each to the variance: M * D. This is Wilson's score interval (JASA 1927) for a Poisson count: the variance is
+taken at the hypothesis and not at the sample. It also makes D > z^2 * M necessary: about a dozen items must differ before
+anything is stopped, and rounding errors cannot.
+
+Log-probabilities have no bound, heavy tails and skewed differences: a model may be a little ahead on most items and far
+behind on a few. L is the largest win of the trial on an item that both have seen, or three root mean squares of d_i where
+that is more. Squares about 0 and not about their mean, and no quantile of Student's t: where d_i is skewed a small sample
+without the large losses of the rival has a small variance as well. Simulations say how much that is: the best trial and 19
+rivals of equal means, 400 runs each on seven tasks of 240 items, on tasks of 12, 30 and 400, and on one of 120. How often
+the best was stopped, by sample variances with t quantiles, by squares about 0 alone, and by this rule:
+
+    normal, or Student's t with 3 degrees of freedom      2 to  5%     2 to  5%     0 to 1%
+    the rivals' losses are exponential                   18 to 57%    18 to 32%     0 to 1%
+    the rivals' losses are lognormal                     42 to 88%    43 to 75%     0 to 4%
+
+Symmetric differences need no guard: their signs make D / sqrt(V) sub-Gaussian whatever their sizes are (Efron, JASA 1969).
+What no sample can show the rule does not see: a rival that loses 30 nats on one item in a hundred and is a little ahead on the
+others is taken for what it is on those until such an item comes.
+
+A trial with a score that is not finite sits out from there on: no rival stops it, and it stops none.
+
+Early stopping by racing (tune_prune.tuning.stopping) as a rule: one race per model, pruning ratio and draw of
+calibration samples, nothing waits for anything.
+
+A message says the outcome of every item that a slice adds, and the log-probability of its right choice. The trial goes on,
+or is stopped at once. Trials that an earlier start of the search completed go on eligible; those that it stopped have left
+no items and do not.
+
+Early stopping of weak trials by asynchronous successive halving (ASHA, Li et al. 2020, arXiv:1810.05934), per model and
+pruning ratio.
+
+A trial is compared, at each level, with the trials of its own model and ratio that reached that level before it, and goes
+on if its accuracy is at least their median: accuracies of other models and sizes say nothing about it. The levels are the
+first slice with a quarter of the zero-shot items and its doublings. Finer slices before it are no levels: ASHA stops about
+half of the trials at its first level, whether the items can tell them apart or not. From a sixteenth of the items it spent
+27% of the tokens instead of 50% on 200 simulated grids (made as in scripts/bench_racing.py), but stopped the best
+configuration in 2.5% of them. A search that is started again compares with the trials of that start only.
+
+A filter by KL: a trial whose predictions have moved far more than those of earlier trials ends before perplexity and items.
+
+Every trial measures KL(dense || pruned) on text and on questions first, which costs little beside its zero-shot items: the lowest
+rung of a search by growing fidelities, as ASHA's are (tune_prune.tuning.stopping). A trial is stopped there if
+
+    kl_text > FACTOR * median(kl_text of the trials before it)   and   kl_tasks > FACTOR * median(kl_tasks of the same)
+
+over at least FEWEST trials of its group. Both have to be far off, as a method may move the text alone. The KLs of stopped trials
+count as well, else the median would fall with every one that is stopped. KL tells bad configurations from good ones, not good ones
+from each other: no guarantee comes with it (scripts/replay_kl_filter.py says what it would have done to finished searches).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.measures import MEASURES, comparable
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import Location
+from tune_prune.tuning.messages import Slice, TrialMessage
+from tune_prune.tuning.work import TrialSpec, groups_of_draws
+
+
+class StoppingRule:
+    """Stops no trial: what a search without early stopping has, and what the others override."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}  # why a trial was stopped, by its key, for the ledger
+
+    def stops(self, message: TrialMessage) -> bool:
+        """Whether the trial ends here, though it could go on. If so, its reason stands in `reasons`."""
+        return False
+
+    def forget(self, key: str) -> None:
+        """A trial has failed: what it has measured so far stops no other, as it will never be the best."""
+
+
+ItemValues = str | Sequence[float]  # of one task's items, as messages have them
+TYPICAL = 3.0  # root mean squares: what a log-probability may differ by where nothing larger was seen
+
+
+class Measure(Protocol):
+    """A score that every trial has of the same items."""
+
+    columns: tuple[str, ...]  # of items.parquet, besides task and slice
+
+    def in_message(self, part: Slice) -> Mapping[str, ItemValues]:
+        """The scores of the items that a slice adds, by task."""
+
+    def sizes(self, part: Slice) -> Mapping[str, int]:
+        """How many items of each task have a score in the whole protocol; no task without any."""
+
+    def in_rows(self, rows: Iterable[tuple[Any, ...]]) -> ItemValues:
+        """The scores of the items with these values of `columns`."""
+
+    def numbers(self, values: ItemValues) -> np.ndarray:
+        """The scores [items]. Raises ValueError for what is none."""
+
+    def largest_is_at_least(self, difference: float) -> float:
+        """A bound below what `spread` gives for two trials whose means differ by that: whether to compute it at all."""
+
+    def spread(self, rival: np.ndarray, trial: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
+        """Squares of the differences [items], and by how much the trial may win an item that was not seen. `weights` [items]
+        are those of the mean."""
+
+    def text(self, difference: float, standard_error: float) -> str:
+        """A difference of means in words."""
+
+
+class Accuracy:
+    """Right or wrong, by the accuracy that a task is reported by: an item can differ by 1."""
+
+    columns: tuple[str, ...] = ("score",)
+
+    def in_message(self, part: Slice) -> Mapping[str, str]:
+        return part.outcomes
+
+    def sizes(self, part: Slice) -> Mapping[str, int]:
+        return part.items_per_task
+
+    def in_rows(self, rows: Iterable[tuple[Any, ...]]) -> str:
+        return "".join("1" if score else "0" for (score,) in rows)
+
+    def numbers(self, values: ItemValues) -> np.ndarray:
+        scores = np.frombuffer(str(values).encode(), dtype=np.uint8) - ord("0")
+        if scores.size and scores.max() > 1:
+            raise ValueError("an outcome is neither 0 nor 1")
+        return scores.astype(bool)
+
+    def largest_is_at_least(self, difference: float) -> float:
+        return 1.0
+
+    def spread(self, rival: np.ndarray, trial: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
+        return rival != trial, 1.0
+
+    def text(self, difference: float, standard_error: float) -> str:
+        return f"{100 * difference:.1f} ± {100 * standard_error:.1f} points"
+
+
+class GoldLogprob:
+    """The log-probability of the right choice in nats, as gold_logprob_<task> averages it. Items without a single right choice
+    have none.
+
+    Nothing bounds it, so what an item not seen yet can differ by is taken from those that were: as much as the trial has
+    won any item by, and at least TYPICAL root mean squares (the mean square of the tasks, averaged), as few items seen may
+    hold no large win. Real differences have their largest at 3 to 4 of them.
+    """
+
+    columns: tuple[str, ...] = ("gold", "loglikelihoods")
+
+    def in_message(self, part: Slice) -> Mapping[str, Sequence[float]]:
+        return part.gold_logprobs
+
+    def sizes(self, part: Slice) -> Mapping[str, int]:
+        return part.gold_items_per_task
+
+    def in_rows(self, rows: Iterable[tuple[Any, ...]]) -> tuple[float, ...]:
+        return tuple(choices[gold] for gold, choices in rows if gold >= 0)
+
+    def numbers(self, values: ItemValues) -> np.ndarray:
+        return np.array(tuple(values), dtype=np.float64)
+
+    def largest_is_at_least(self, difference: float) -> float:
+        return TYPICAL * abs(difference)  # a root mean square is no smaller than the mean
+
+    def spread(self, rival: np.ndarray, trial: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
+        wins = trial - rival
+        squares = wins**2
+        return squares, max(float(wins.max()), TYPICAL * math.sqrt(squares @ weights))
+
+    def text(self, difference: float, standard_error: float) -> str:
+        return f"{difference:.3f} ± {standard_error:.3f} nats"
+
+
+ACCURACY, GOLD_LOGPROB = Accuracy(), GoldLogprob()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a trial is stopped. Differences are fractions of accuracies, or nats."""
+
+    rival: str  # key of the trial that it is furthest behind, in standard errors
+    difference: float  # rival minus trial, of the means on the items below
+    standard_error: float  # of the difference, if the trial were as good as its rival: sqrt(V + M * L * D)
+    limit: float  # z: standard errors at which a trial is stopped
+    items: int  # seen by both
+
+
+class Race:
+    """The race of the configurations of one model at one pruning ratio. Deterministic given the order of calls.
+
+    `num_configs`: all that the search may visit, whether they come to run or not. `task_sizes`: task -> its number of
+    items in the protocol, of those that have a score. `num_slices`: the last one has all items and is no look.
+    """
+
+    def __init__(
+        self,
+        num_configs: int,
+        task_sizes: Mapping[str, int],
+        num_slices: int,
+        confidence: float = 0.95,
+        measure: Measure = ACCURACY,
+    ) -> None:
+        if not 0 < confidence < 1 or num_configs < 1 or num_slices < 1 or not task_sizes:
+            raise ValueError(
+                f"no race of {num_configs} configurations, {num_slices} slices, {len(task_sizes)} tasks at {confidence=}"
+            )
+        self._num_configs = num_configs
+        self._looks = num_slices - 1
+        self._measure = measure
+        self._tasks = tuple(task_sizes)
+        self._sizes = np.array([task_sizes[task] for task in self._tasks])  # [k]
+        comparisons = max(1, num_configs - 1) * max(1, self._looks)
+        self.limit = NormalDist().inv_cdf(1 - (1 - confidence) / comparisons)
+        self._slices: list[_Slice] = []
+        self._scores: dict[str, np.ndarray] = {}  # key -> [items seen]: by slice, then by task, then in order
+        self._means: dict[str, list[float]] = {}  # key -> mean of the tasks' means after each slice it has reached
+
+    def add(self, key: str, slice_index: int, outcomes: Mapping[str, ItemValues]) -> Verdict | None:
+        """The items that a slice adds to a trial, as task -> "0" or "1" per item, or nats, in the order that is the same for all.
+
+        Returns a verdict if the trial should stop, else None. Slice 0 of a trial that is known starts it over (it crashed
+        and was tried again). Raises ValueError for slices out of order, for items that are not those of the other trials,
+        and for more trials than configurations.
+        """
+        scores, counts = self._read(outcomes)
+        if slice_index == 0:
+            self._scores[key], self._means[key] = self._measure.numbers(""), []
+        reached = len(self._means.get(key, ()))
+        if slice_index != reached or reached > self._looks:
+            raise ValueError(
+                f"trial {key} reports slice {slice_index}; {reached} of {self._looks + 1} slices are known"
+            )
+        if len(self._scores) > self._num_configs:
+            raise ValueError(f"trial {key} is one more than the {self._num_configs} configurations of the race")
+        if slice_index == len(self._slices):
+            self._slices.append(_Slice.after(self._slices, counts, self._sizes))
+        if not np.array_equal(counts, self._slices[slice_index].added):
+            added = dict(zip(self._tasks, self._slices[slice_index].added.tolist(), strict=True))
+            raise ValueError(
+                f"trial {key} has other items in slice {slice_index} than the trials before it: "
+                f"{dict(zip(self._tasks, counts.tolist(), strict=True))} instead of {added}"
+            )
+        self._scores[key] = np.concatenate([self._scores[key], scores])
+        finite = np.isfinite(self._scores[key]).all()
+        self._means[key].append(float(self._scores[key] @ self._slices[slice_index].weights) if finite else math.nan)
+        return self._verdict(key) if slice_index < self._looks and finite else None
+
+    def forget(self, key: str) -> None:
+        """Nothing is compared with this trial any more."""
+        self._scores.pop(key, None)
+        self._means.pop(key, None)
+
+    def _read(self, outcomes: Mapping[str, ItemValues]) -> tuple[np.ndarray, np.ndarray]:
+        """Scores [items], task by task, and how many items each task has [k]."""
+        if not outcomes.keys() <= set(self._tasks):
+            raise ValueError(f"items of {sorted(outcomes.keys() - set(self._tasks))}, which are no tasks of the race")
+        scores = [self._measure.numbers(outcomes.get(task, "")) for task in self._tasks]
+        return np.concatenate(scores), np.array([len(of_task) for of_task in scores])
+
+    def _verdict(self, key: str) -> Verdict | None:
+        mine, worst = self._means[key], None
+        for rival, means in self._means.items():
+            shared = min(len(mine), len(means), self._looks)
+            if rival == key or not shared or math.isnan(means[-1]):
+                continue
+            common = self._slices[shared - 1]
+            difference = means[shared - 1] - mine[shared - 1]
+            least = self._measure.largest_is_at_least(difference)
+            if not difference > self.limit**2 * common.heaviest * least:  # whatever V is; most pairs end here
+                continue
+            theirs, own = (self._scores[one][: common.items] for one in (rival, key))
+            squares, largest = self._measure.spread(theirs, own, common.weights)
+            variance = float(squares @ common.variances) + common.heaviest * largest * difference
+            verdict = Verdict(rival, difference, math.sqrt(variance), self.limit, common.items)
+            if difference > self.limit * verdict.standard_error and (worst is None or _ratio(verdict) > _ratio(worst)):
+                worst = verdict
+        return worst
+
+
+def _ratio(verdict: Verdict) -> float:
+    return verdict.difference / verdict.standard_error if verdict.standard_error else math.inf
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What D, V and M need of the items seen after a slice; arrays [items] are in the order of Race._scores."""
+
+    added: np.ndarray  # [k] items that it adds
+    seen: np.ndarray  # [k] items after it: n_t
+    weights: np.ndarray  # [items] 1 / (n_t k)
+    variances: np.ndarray  # [items] (1 - n_t/N_t) / (n_t k)^2
+    heaviest: float  # M; infinite where a task has no item yet, of which nothing can be said
+
+    @property
+    def items(self) -> int:
+        return len(self.weights)
+
+    @classmethod
+    def after(cls, before: Sequence[_Slice], added: np.ndarray, sizes: np.ndarray) -> _Slice:
+        seen = added + (before[-1].seen if before else 0)
+        if (seen > sizes).any():
+            raise ValueError(f"more items were seen of tasks than they have: {seen.tolist()} of {sizes.tolist()}")
+        with np.errstate(divide="ignore"):
+            weight, left = 1 / (seen * len(sizes)), 1 - seen / sizes
+        task_of_item = np.concatenate(
+            [np.repeat(np.arange(len(sizes)), counts) for counts in (*(s.added for s in before), added)]
+        )
+        return cls(added, seen, weight[task_of_item], (left * weight**2)[task_of_item], float((left * weight).max()))
+
+
+class RaceRule(StoppingRule):
+    """Stops a trial whose verdict is in; see `tune_prune.tuning.stopping` for the rule and its guarantee.
+
+    `specs`: every configuration that the search may visit, by key. `known`: the scores of complete trials of earlier
+    starts, by key: one dict task -> items' scores for each slice, as `read_outcomes` gives them by the same `measure`.
+    `confidence` holds for all configurations of one model at one pruning ratio on one draw together. Where no item has a
+    score nothing is stopped.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TrialSpec],
+        known: Mapping[str, Sequence[Mapping[str, ItemValues]]] | None = None,
+        confidence: float = 0.95,
+        measure: Measure = ACCURACY,
+    ) -> None:
+        super().__init__()
+        self._measure = measure
+        self._specs = dict(specs)
+        self._confidence = confidence
+        self._groups = groups_of_draws(specs.values())
+        self._num_configs = Counter(self._groups.values())
+        self._races: dict[str, Race] = {}  # by group's label; made when the sizes of its tasks are known
+        for key, slices in (known or {}).items():
+            tasks = dict.fromkeys(task for added in slices for task in added)
+            sizes = {task: sum(len(added.get(task, "")) for added in slices) for task in tasks}
+            for index, outcomes in enumerate(slices if sizes else ()):
+                self._race(key, sizes).add(key, index, outcomes)
+
+    def stops(self, message: TrialMessage) -> bool:
+        if message.slice is None:
+            return False  # a stage before the zero-shot items
+        key, part = message.progress.key, message.slice
+        sizes = self._measure.sizes(part)
+        if not sizes:
+            return False
+        verdict = self._race(key, sizes).add(key, part.index, self._measure.in_message(part))
+        if verdict is not None:
+            self.reasons[key] = self._sentence(verdict, sum(sizes.values()))
+        return verdict is not None
+
+    def forget(self, key: str) -> None:
+        if race := self._races.get(self._groups[key]):
+            race.forget(key)
+
+    def _race(self, key: str, task_sizes: Mapping[str, int]) -> Race:
+        label = self._groups[key]
+        if label not in self._races:
+            num_slices = len(self._specs[key].run.protocol.slices)
+            self._races[label] = Race(self._num_configs[label], task_sizes, num_slices, self._confidence, self._measure)
+        return self._races[label]
+
+    def _sentence(self, verdict: Verdict, items_total: int) -> str:
+        rival = f"{self._specs[verdict.rival].config.name}-{verdict.rival[:6]}"
+        return (
+            f"stopped by the race: behind {rival} by {self._measure.text(verdict.difference, verdict.standard_error)} on "
+            f"{verdict.items:,} of {items_total:,} questions (limit {verdict.limit:.1f} standard errors, confidence "
+            f"{self._confidence:.0%} for all trials of the model)"
+        )
+
+
+def read_outcomes(path: Location, num_slices: int, measure: Measure = ACCURACY) -> list[dict[str, Any]]:
+    """The scores in a complete trial's items.parquet, slice by slice: task -> those of its items, in scoring order, as a message
+    would have them ("0" or "1" per item, or nats). No task without any.
+
+    Raises UserError if the file is missing, is no such table or holds other slices than 0 to num_slices - 1.
+    """
+    collected: list[dict[str, list[tuple[Any, ...]]]] = [{} for _ in range(num_slices)]
+    try:
+        content = trial_file(path.parent, path.name)
+        if content is None:
+            raise FileNotFoundError(f"{path} is missing")
+        columns = ["task", "slice", *measure.columns]
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=columns).to_pydict()
+        for task, index, *values in zip(*(rows[name] for name in columns), strict=True):
+            collected[index].setdefault(task, []).append(tuple(values))
+        scores = [{task: measure.in_rows(items) for task, items in slices.items()} for slices in collected]
+    except (OSError, pyarrow.ArrowException, KeyError, IndexError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"the answers of a complete trial cannot be read from {path} ({cause}); restore the file, or delete "
+            f"{path.parent.name}.json in the folder ledger to run that trial again"
+        ) from error
+    return [{task: of_task for task, of_task in slices.items() if of_task} for slices in scores]
+
+
+REDUCTION_FACTOR = 2  # the better half goes on: the limit is the median
+SMALLEST_LEVEL = 0.25  # of the items; see above
+
+
+class AshaRule(StoppingRule):
+    """Stops a trial below the median of those that were at its level before it. `specs`: by trial key."""
+
+    def __init__(self, specs: Mapping[str, TrialSpec]) -> None:
+        super().__init__()
+        self._groups = groups_of_draws(specs.values())
+        self._levels = {key: _levels(spec.run.protocol.slices) for key, spec in specs.items()}
+        # accuracy by trial, of those that reached a level of a group
+        self._reached: defaultdict[tuple[str, float], dict[str, float]] = defaultdict(dict)
+
+    def stops(self, message: TrialMessage) -> bool:
+        key, accuracy = message.progress.key, message.accuracy
+        if message.slice is None or message.stage is None or accuracy is None:
+            return False
+        level = max((level for level in self._levels[key] if level <= message.slice.fraction), default=None)
+        if level is None:
+            return False
+        others = self._reached[self._groups[key], level]
+        if key in others:
+            return False  # its second attempt, or a slice between two levels
+        weak = bool(others) and comparable(accuracy) < comparable(median(others.values()))
+        others[key] = accuracy
+        if weak:
+            self.reasons[key] = (
+                f"stopped by the scheduler at acc_mean {accuracy:.4f} after {message.stage.items_scored} of "
+                f"{message.stage.items_total} questions"
+            )
+        return weak
+
+    def forget(self, key: str) -> None:
+        for accuracies in self._reached.values():
+            accuracies.pop(key, None)
+
+
+def _levels(slices: tuple[float, ...]) -> list[float]:
+    """Fractions of the items at which trials are compared, the last below 1."""
+    levels = [next(fraction for fraction in slices if fraction >= SMALLEST_LEVEL)]
+    while levels[-1] * REDUCTION_FACTOR < 1:
+        levels.append(levels[-1] * REDUCTION_FACTOR)
+    return [level for level in levels if level < 1]
+
+
+FACTOR = 1.5
+FEWEST = 5  # earlier trials: the median of fewer says little
+KLS = MEASURES["kl"][1]  # kl_text, kl_tasks
+
+
+@dataclass(frozen=True)
+class Excess:
+    """One KL of a trial that is too large."""
+
+    measure: str
+    value: float  # nats
+    median: float  # of the earlier trials
+    trials: int  # that it is of
+
+    def __str__(self) -> str:
+        if math.isfinite(self.value):
+            what = f"is above {FACTOR:g} times {self.median:.4g}, the median"
+        else:
+            what = f"is not finite, and {self.median:.4g} is the median"
+        return f"{self.measure} {self.value:.4g} {what} of {self.trials} earlier trials"
+
+
+class KlGroup:
+    """The trials that are compared with each other, one after the other."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, list[float]] = {name: [] for name in KLS}  # finite ones, sorted
+
+    def add(self, metrics: Mapping[str, float]) -> tuple[Excess, ...]:
+        """The KLs of the next trial, of which each is too large; none if it goes on. One that is not finite is larger than any
+        other and joins no median; without one of the two nothing is stopped."""
+        found = []
+        for name, earlier in self._earlier.items():
+            value = metrics.get(name)
+            if value is None:
+                continue
+            finite = math.isfinite(value)
+            if len(earlier) >= FEWEST and (not finite or value > FACTOR * median(earlier)):
+                found.append(Excess(name, value, median(earlier), len(earlier)))
+            if finite:
+                insort(earlier, value)
+        return tuple(found) if len(found) == len(KLS) else ()
+
+    def remove(self, metrics: Mapping[str, float]) -> None:
+        """The KLs of a trial that was added, out of the medians."""
+        for name, earlier in self._earlier.items():
+            if (value := metrics.get(name)) is not None and math.isfinite(value):
+                earlier.remove(value)
+
+
+class KlFilterRule(StoppingRule):
+    """Stops a trial after its KL, or leaves it to the rule `then`. `specs`: every configuration that the search may visit, by key;
+    `known`: the records of trials that earlier starts completed or stopped, which are earlier trials."""
+
+    def __init__(
+        self, specs: Mapping[str, TrialSpec], known: Iterable[TrialRecord] = (), then: StoppingRule | None = None
+    ) -> None:
+        self._then = then or StoppingRule()
+        self.reasons = self._then.reasons
+        self._labels = groups_of_draws(specs.values())
+        self._groups: defaultdict[str, KlGroup] = defaultdict(KlGroup)  # by label
+        self._seen: dict[str, Mapping[str, float]] = {}  # their KLs, by key
+        for record in known:
+            self._seen[record.key] = record.metrics
+            self._groups[self._labels[record.key]].add(record.metrics)
+
+    def stops(self, message: TrialMessage) -> bool:
+        if message.stage is None or message.stage.stage != "kl":
+            return self._then.stops(message)
+        key = message.progress.key
+        if key in self._seen:
+            return False  # its second attempt: the first went on
+        self._seen[key] = message.stage.metrics
+        found = self._groups[self._labels[key]].add(message.stage.metrics)
+        if found:
+            self.reasons[key] = f"stopped by the KL filter: {'; '.join(map(str, found))}"
+        return bool(found)
+
+    def forget(self, key: str) -> None:
+        self._then.forget(key)
+        if (metrics := self._seen.pop(key, None)) is not None:
+            self._groups[self._labels[key]].remove(metrics)
