@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from embedded_world import corpus, items
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
@@ -34,7 +35,6 @@ from transformers import (
 )
 
 from tune_prune import embedded
-from tune_prune.embedded import corpus, items
 
 CALIBRATION_TOKENS = 165_000
 PERPLEXITY_TOKENS = 25_000

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+from embedded_world import items
 
 import tune_prune
 from tune_prune.analysis.statistics.changes import Change
 from tune_prune.commands.results import Results
-from tune_prune.embedded import items
 
 WHOLE_TEXT = True
 pytestmark = pytest.mark.slow  # four searches

@@ -10,12 +10,12 @@ from collections import Counter
 
 import pytest
 import torch
+from embedded_world import corpus, items, world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
-from tune_prune.embedded import corpus, items, world
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.catalog import resolve
 from tune_prune.tuning.plan import SearchSettings

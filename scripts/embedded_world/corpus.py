@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from tune_prune.embedded import items, world
+from embedded_world import items, world
 
 SEEDS = {"train": 1, "calibration": 2, "perplexity": 3}
 

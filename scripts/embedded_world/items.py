@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tune_prune.embedded import world
+from embedded_world import world
 
 Item = dict[str, Any]
 
@@ -225,7 +225,7 @@ def evaluation_items(task: str, count: int) -> list[Item]:
     rng = random.Random(f"items/{task}")
     positions = len(requests(task, MAKERS[task](rng, True)))
     wanted = [count // positions] * positions
-    found: list[Item] = []
+    chosen: list[Item] = []
     seen: set[str] = set()
     while sum(wanted):
         item = MAKERS[task](rng, True)
@@ -234,5 +234,5 @@ def evaluation_items(task: str, count: int) -> list[Item]:
         if wanted[gold] and text not in seen:
             seen.add(text)
             wanted[gold] -= 1
-            found.append(item)
-    return found
+            chosen.append(item)
+    return chosen
