@@ -63,7 +63,7 @@ from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue, prepare_jobs
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stopping import StoppingRule
 from tune_prune.tuning.tokens import ZeroShotTokens
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work

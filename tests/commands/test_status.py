@@ -29,7 +29,7 @@ from tune_prune.core.ledger import Ledger, PassLog
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import BASELINES, EXPERIMENT, STATUS, FolderStore
 from tune_prune.tuning.observers.status import StatusObserver, ended
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.rounds import Draws
 from tune_prune.tuning.work import PrepareJob, TrialSpec
 from tune_prune.tuning.worker import WorkerSettings

@@ -25,7 +25,7 @@ from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import Residency
 from tune_prune.trial.context import ArtifactStore, TrialContext
 from tune_prune.trial.trial import Trial
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stages import StageRunner
 from tune_prune.tuning.work import TrialSpec
 from tune_prune.tuning.worker import WorkerSettings

@@ -27,7 +27,7 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial, run_trial
 from tune_prune.tuning.driver import TuneOptions, run_search
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stages import StageRunner
 from tune_prune.tuning.work import TrialSpec
 from tune_prune.tuning.worker import ContextCache, WorkerSettings

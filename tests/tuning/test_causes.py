@@ -20,8 +20,8 @@ from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster import loss, tuner
-from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stopping import StoppingRule
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 from tune_prune.tuning.worker import WorkerSettings

@@ -16,7 +16,7 @@ from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.tuning import own_process, plan_cost, preflight
 from tune_prune.tuning.gpus import Gpu
 from tune_prune.tuning.plan import Plan, SearchSettings
-from tune_prune.tuning.ray_cluster.resources import Node
+from tune_prune.tuning.resources import Node
 
 pytestmark = pytest.mark.usefixtures("tensors_alone")
 SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 32]\n"

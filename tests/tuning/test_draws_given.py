@@ -28,7 +28,7 @@ from tune_prune.tuning import rounds as of_plan
 from tune_prune.tuning.driver import TuneOptions
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.ray_cluster import cluster
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.rounds import Draws
 from tune_prune.tuning.worker import WorkerSettings
 

@@ -26,7 +26,7 @@ from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial import trial
 from tune_prune.trial.fallback import Fallback
-from tune_prune.tuning import device_speed, own_process, plan_cost, preflight
+from tune_prune.tuning import device_speed, own_process, plan_cost, preflight, resources
 from tune_prune.tuning import estimate as estimates
 from tune_prune.tuning.device_speed import CALL_S, SpeedRequest, _Bench
 from tune_prune.tuning.estimate import estimate
@@ -35,7 +35,6 @@ from tune_prune.tuning.gpus import Gpu, visible_gpus
 from tune_prune.tuning.memory_plan import MemoryPlan
 from tune_prune.tuning.plan import Plan, SearchSettings
 from tune_prune.tuning.preflight import make_plan
-from tune_prune.tuning.ray_cluster import resources
 from tune_prune.tuning.worker import WorkerSettings
 from tune_prune.tuning.workload import memory_of
 

@@ -25,7 +25,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import TuneOptions, run_search
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stopping import KlFilterRule, RaceRule
 from tune_prune.tuning.work import TrialSpec
 

@@ -25,7 +25,7 @@ from tune_prune.tuning.estimate import ModelWork, estimate
 from tune_prune.tuning.flops import Arithmetic
 from tune_prune.tuning.gpus import Card, parse_card
 from tune_prune.tuning.memory_plan import MemoryPlan, choose
-from tune_prune.tuning.ray_cluster.resources import MAX_TRIALS_PER_GPU, fitting_trials, usable_bytes
+from tune_prune.tuning.resources import MAX_TRIALS_PER_GPU, fitting_trials, usable_bytes
 from tune_prune.tuning.tokens import ZeroShotTokens
 from tune_prune.tuning.workload import memory_of
 

@@ -21,7 +21,7 @@ from tune_prune.tuning.observers import tensorboard
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.work import PrepareJob, TrialSpec
 from tune_prune.tuning.worker import WorkerSettings
 

@@ -27,7 +27,7 @@ from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource, resolve
 from tune_prune.tuning.gpus import Gpu
 from tune_prune.tuning.ray_cluster import nodes
-from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
+from tune_prune.tuning.resources import Node, TrialResources
 
 GPU = Gpu("H200", Memory(80 * 2**30, 79 * 2**30), True)
 MEMORY = Memory(512 * 2**30, 500 * 2**30)

@@ -4,7 +4,7 @@ import pytest
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.machine import Memory
-from tune_prune.tuning.ray_cluster.resources import (
+from tune_prune.tuning.resources import (
     TrialResources,
     fitting_trials,
     parse_amount,

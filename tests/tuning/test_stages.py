@@ -27,7 +27,7 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.trial.trial import Trial, TrialProgress, run_trial
 from tune_prune.tuning.messages import TrialMessage
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stages import StageRunner
 from tune_prune.tuning.work import PrepareJob, TrialSpec
 from tune_prune.tuning.worker import ContextCache, WorkerSettings

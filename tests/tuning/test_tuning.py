@@ -29,7 +29,7 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.ray_cluster import cluster, nodes
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 
 WHOLE_TEXT = True

@@ -226,7 +226,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         parser().error("the following arguments are required: --model")
     from tune_prune.commands.names import check_names
     from tune_prune.tuning import space
-    from tune_prune.tuning.ray_cluster.resources import parse_amount
+    from tune_prune.tuning.resources import parse_amount
 
     gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
     cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)

@@ -34,7 +34,7 @@ from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue, prepare_jobs
 from tune_prune.tuning.ray_cluster.local import LocalRay
-from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
+from tune_prune.tuning.resources import TrialResources, trial_slots
 from tune_prune.tuning.sampler import OptunaSearcher
 from tune_prune.tuning.stopping import (
     ACCURACY,

@@ -15,7 +15,7 @@ from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.tuning.gpus import Gpu
 from tune_prune.tuning.memory_plan import Bounds, MemoryPlan, advised, choose_within, on_this_machine
 from tune_prune.tuning.plan import ModelPlan, SearchSettings
-from tune_prune.tuning.ray_cluster.resources import (
+from tune_prune.tuning.resources import (
     Node,
     TrialResources,
     plan_resources,

@@ -16,7 +16,7 @@ from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning.estimate import CostEstimate
 from tune_prune.tuning.gpus import Card
 from tune_prune.tuning.memory_plan import MemoryPlan
-from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
+from tune_prune.tuning.resources import Node, TrialResources
 from tune_prune.tuning.space import SearchSpace
 from tune_prune.tuning.workload import Workload
 

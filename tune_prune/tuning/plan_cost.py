@@ -19,7 +19,7 @@ from tune_prune.tuning import own_process
 from tune_prune.tuning.device_speed import DeviceSpeed, SpeedRequest, computed, measure
 from tune_prune.tuning.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.tuning.flops import Arithmetic
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.rounds import expected
 from tune_prune.tuning.workload import passes_to_make, recipe_amounts
 

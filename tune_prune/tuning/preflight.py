@@ -39,7 +39,7 @@ from tune_prune.tuning.memory import INLINE_BYTES
 from tune_prune.tuning.memory_plan import MemoryPlan
 from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.tuning.ray_cluster import address
-from tune_prune.tuning.ray_cluster.resources import (
+from tune_prune.tuning.resources import (
     MAX_AUTO_CPUS,
     MAX_TRIALS_PER_GPU,
     Node,

@@ -19,7 +19,7 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import Hung, LostWorker, failure_of
 from tune_prune.trial.fallback import Fallback
 from tune_prune.trial.trial import TrialProgress
-from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
+from tune_prune.tuning.resources import TrialResources, limit_process
 from tune_prune.tuning.work import TrialSpec
 
 
