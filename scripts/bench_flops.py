@@ -4,7 +4,7 @@
     python scripts/bench_flops.py --model tiny-llama     small tensors: overhead instead of arithmetic
     python scripts/bench_flops.py --profile 8            the eight operators that take most of each stage's time
 
-Operations are those of tune_prune/tuning/flops.py; the peak is the best median of square float32 products, which take
+Operations are those of tune_prune/tuning/cost.py; the peak is the best median of square float32 products, which take
 turns with the stages, on the same threads. Zero-shot counts the tokens and scored positions that the engine forwards,
 without padding. With --profile each stage runs once more under torch's profiler, whose table names what is not a matrix
 product.
@@ -44,8 +44,7 @@ from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.statistics import Need, load_statistic, statistic_names
-from tune_prune.tuning.flops import Arithmetic
-from tune_prune.tuning.tokens import SAMPLED_ITEMS, suite_tokens
+from tune_prune.tuning.cost import SAMPLED_ITEMS, Arithmetic, suite_tokens
 
 PEAK_SIZES = (512, 1024, 2048)
 

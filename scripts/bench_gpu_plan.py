@@ -57,8 +57,8 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 from tune_prune.pruning.surgery import prune
-from tune_prune.tuning import estimate, own_process
-from tune_prune.tuning.device_speed import SpeedRequest, measure
+from tune_prune.tuning import cost, gpus
+from tune_prune.tuning.cost import SpeedRequest, measure
 from tune_prune.tuning.gpus import visible_gpus
 from tune_prune.tuning.memory import Shapes
 
@@ -121,10 +121,10 @@ class Bench:
 
     def left_behind(self) -> dict[str, float]:
         def free() -> int:
-            return sum(gpu.memory.available for gpu in own_process.call(visible_gpus))
+            return sum(gpu.memory.available for gpu in gpus.call(visible_gpus))
 
         before = free()
-        self.speed = own_process.call(measure, self.request())
+        self.speed = gpus.call(measure, self.request())
         return {"bytes": before - free()}
 
     def forward(self, rows: int, length: int) -> Callable[[], object]:
@@ -214,7 +214,7 @@ class Bench:
         geometry, plan = self.plan()
         weight_bytes = geometry.total_params * self.dtype.itemsize
         taken = [self.seconds(lambda: prune(self.model, self.family, plan)) for _ in range(2)]
-        return {"foreseen_s": weight_bytes / estimate.PRUNING_BYTES_PER_S[self.device.type], "taken_s": taken[1]}
+        return {"foreseen_s": weight_bytes / cost.PRUNING_BYTES_PER_S[self.device.type], "taken_s": taken[1]}
 
     def widths(self) -> dict[str, float]:
         tokens, hidden = (64, 64) if self.args.tiny else (8192, 4096)

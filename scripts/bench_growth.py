@@ -25,10 +25,16 @@ from tune_prune.models import catalog, loading
 from tune_prune.pruning.selection import budget
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import prepare, run_trial
-from tune_prune.tuning.device_speed import SpeedRequest, measure
-from tune_prune.tuning.estimate import CostEstimate, ModelWork, estimate
-from tune_prune.tuning.flops import Arithmetic
-from tune_prune.tuning.workload import by_samples, workload
+from tune_prune.tuning.cost import (
+    Arithmetic,
+    CostEstimate,
+    ModelWork,
+    SpeedRequest,
+    by_samples,
+    estimate,
+    measure,
+    workload,
+)
 
 STAGES = ("importance", "removal", "perplexity", "zero_shot")
 RATIO = 0.2

@@ -200,7 +200,7 @@ def message(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
     from tune_prune.commands.search_flags import parser, settings_from
     from tune_prune.core.records import StageReport
     from tune_prune.trial.trial import TrialProgress
-    from tune_prune.tuning.estimate import CostEstimate, ModelCost
+    from tune_prune.tuning.cost import CostEstimate, ModelCost
     from tune_prune.tuning.messages import TrialMessage
     from tune_prune.tuning.preflight import make_plan
     from tune_prune.tuning.progress import LiveLine

@@ -52,9 +52,17 @@ from tune_prune.pruning.statistics import by_statistic
 from tune_prune.trial.statistics import by_samples
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning import space
-from tune_prune.tuning.device_speed import DeviceSpeed, Line
-from tune_prune.tuning.estimate import DISK_BYTES_PER_S, CostEstimate, ModelCost, ModelWork, estimate
-from tune_prune.tuning.flops import Arithmetic
+from tune_prune.tuning.cost import (
+    DISK_BYTES_PER_S,
+    Arithmetic,
+    CostEstimate,
+    DeviceSpeed,
+    Line,
+    ModelCost,
+    ModelWork,
+    ZeroShotTokens,
+    estimate,
+)
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
@@ -65,7 +73,6 @@ from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue, prepare_jobs
 from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stopping import StoppingRule
-from tune_prune.tuning.tokens import ZeroShotTokens
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 from tune_prune.tuning.worker import WorkerSettings
 

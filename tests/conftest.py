@@ -37,8 +37,8 @@ from tune_prune import embedded
 from tune_prune.commands import search
 from tune_prune.data import calibration
 from tune_prune.models.families import FAMILIES
-from tune_prune.tuning import device_speed, memory, plan_cost
-from tune_prune.tuning.device_speed import DeviceSpeed, SpeedRequest
+from tune_prune.tuning import cost, memory, plan_cost
+from tune_prune.tuning.cost import DeviceSpeed, SpeedRequest
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -202,7 +202,7 @@ def speeds_measured_once() -> Iterator[None]:
     def measure(request: SpeedRequest) -> DeviceSpeed:
         key = repr((request.config.to_dict(), request.dtype, request.device, request.threads, request.longest_row))
         if key not in measured:
-            measured[key] = device_speed.measure(request)
+            measured[key] = cost.measure(request)
         return measured[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ from tune_prune.core import machine
 from tune_prune.core.machine import Memory
 from tune_prune.models.families import family_of
 from tune_prune.tuning import plan_cost
-from tune_prune.tuning.device_speed import DeviceSpeed, Line
+from tune_prune.tuning.cost import DeviceSpeed, Line
 
 GIB = 2**30
 SPEED = DeviceSpeed(

@@ -29,8 +29,7 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics.block_removal import KINDS
 from tune_prune.trial.recipe import Recipe
-from tune_prune.tuning.memory import Shapes
-from tune_prune.tuning.memory_plan import StageMemory
+from tune_prune.tuning.memory import Shapes, StageMemory
 
 RANK = 8  # of adapters
 # Statistic and numbers of samples; of an evaluation neither.

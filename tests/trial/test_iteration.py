@@ -24,7 +24,8 @@ from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.iteration import Step
 from tune_prune.trial.trial import Trial
-from tune_prune.tuning.workload import passes_of, recipe_amounts
+from tune_prune.tuning.cost import recipe_amounts
+from tune_prune.tuning.memory import passes_of
 
 ONE = PruningConfig("taylor", seq_len=16, num_samples=8, pruning_ratio=0.3)
 WITH_STATISTICS = [name for name in method_names() if load_method(name).statistics]

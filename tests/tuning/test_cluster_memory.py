@@ -13,7 +13,7 @@ from tune_prune.core import machine
 from tune_prune.core.errors import UserError
 from tune_prune.core.machine import Memory
 from tune_prune.models.runner.residency import RESIDENT
-from tune_prune.tuning import own_process, plan_cost, preflight
+from tune_prune.tuning import gpus, plan_cost, preflight
 from tune_prune.tuning.gpus import Gpu
 from tune_prune.tuning.plan import Plan, SearchSettings
 from tune_prune.tuning.resources import Node
@@ -36,7 +36,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pl
     monkeypatch.setattr(preflight, "_cluster", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(preflight, "_check_reach", lambda *_: None)
     monkeypatch.setattr(plan_cost, "cost_of", lambda *_: None)
-    monkeypatch.setattr(own_process, "call", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(gpus, "call", lambda function, *arguments: function(*arguments))
 
     def plan(*nodes: Node, **settings: Any) -> Plan:
         monkeypatch.setattr(preflight, "_survey", lambda _: nodes)

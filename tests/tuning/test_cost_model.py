@@ -29,12 +29,17 @@ from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import Need, kfac, load_statistic
 from tune_prune.pruning.statistics import taylor as taylor_module
-from tune_prune.tuning import estimate as estimates
-from tune_prune.tuning import tokens
-from tune_prune.tuning.device_speed import DeviceSpeed, Line
-from tune_prune.tuning.estimate import ModelWork, estimate
-from tune_prune.tuning.flops import Arithmetic
-from tune_prune.tuning.tokens import ZeroShotTokens, hub_tokens, suite_tokens
+from tune_prune.tuning import cost as costs
+from tune_prune.tuning.cost import (
+    Arithmetic,
+    DeviceSpeed,
+    Line,
+    ModelWork,
+    ZeroShotTokens,
+    estimate,
+    hub_tokens,
+    suite_tokens,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", ROOT.parent / "shared" / "data"))
@@ -172,7 +177,7 @@ def test_samples_and_copies_of_a_pass_with_snapshots(name, wanted, monkeypatch):
 def test_the_table_of_hub_tasks_says_what_the_files_hold():
     folder = DATA / "models" / "gpt2-tokenizer"
     tokenizer = GPT2TokenizerFast(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
-    assert tokens.tokens_per_gpt2_token(tokenizer) == 1
+    assert costs.tokens_per_gpt2_token(tokenizer) == 1
     assert hub_tokens(tokenizer, EvaluationProtocol()).items == 3270 + 1838 + 10_042 + 1267 + 2376 + 1172 + 500
     protocol = EvaluationProtocol(tasks=("piqa", "arc_easy", "openbookqa"))
     files = suite_tokens(build_suite(tokenizer, protocol, TaskSource("folder", str(DATA)), 2048))
@@ -205,9 +210,9 @@ def work(**changes) -> ModelWork:
 
 def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     """Speeds are one second a token and layers, so that seconds count tokens; a fifth of the projections is removed."""
-    monkeypatch.setattr(estimates, "SUITE_S_PER_ITEM", 1.0)
-    monkeypatch.setattr(estimates, "SUITE_S", 5.0)
-    monkeypatch.setattr(estimates, "PRUNING_S", 0.0)
+    monkeypatch.setattr(costs, "SUITE_S_PER_ITEM", 1.0)
+    monkeypatch.setattr(costs, "SUITE_S", 5.0)
+    monkeypatch.setattr(costs, "PRUNING_S", 0.0)
     cost = estimate([work()], slots=1, gpus=0.5)
     stages = {stage.stage: stage for stage in cost.stages()}
     # 4 samples run twice: their snapshot falls inside the only batch; nothing is predicted after a sample's last token
@@ -226,9 +231,9 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     assert stored.stages()[-1].seconds == pytest.approx(stages["zero_shot"].seconds - suite)
     total = sum(stage.seconds for stage in cost.stages())
     assert cost.gpu_hours == pytest.approx(0.5 * total / 3600)
-    assert cost.wall_seconds == pytest.approx(estimates.WORKER_START_S + total + 3 * estimates.TRIAL_OVERHEAD_S)
+    assert cost.wall_seconds == pytest.approx(costs.WORKER_START_S + total + 3 * costs.TRIAL_OVERHEAD_S)
     started = estimate([work()], slots=1, gpus=0.5, start_s=0.5)
-    assert started.wall_seconds == pytest.approx(cost.wall_seconds - estimates.WORKER_START_S + 0.5)
+    assert started.wall_seconds == pytest.approx(cost.wall_seconds - costs.WORKER_START_S + 0.5)
     plain = json.loads(json.dumps(cost.to_dict()))
     assert plain["stages"]["removal"]["tokens"] == 72
     assert plain["models"]["m"]["perplexity"]["runs"] == 4
@@ -251,7 +256,7 @@ def test_the_wall_time_is_a_range_up_to_what_it_is_beside_the_load(load, cpus, s
     differed by a fifth: that is not counted beside them."""
     cost = estimate([work(speed=replace(SPEED, load=load, spread=1.2))], slots, gpus, cpus=cpus)
     assert cost.load == load
-    assert cost.slowdown == (estimates.FASTER, pytest.approx(estimates.SLOWER * longer))
+    assert cost.slowdown == (costs.FASTER, pytest.approx(costs.SLOWER * longer))
     assert cost.wall_range == tuple(pytest.approx(cost.wall_seconds * end) for end in cost.slowdown)
     assert cost.to_dict()["wall_seconds"] == list(cost.wall_range)
     assert cost.to_dict()["load"] == {"average": load.average, "cpus": load.cpus}
@@ -259,10 +264,10 @@ def test_the_wall_time_is_a_range_up_to_what_it_is_beside_the_load(load, cpus, s
 
 def test_pieces_are_dealt_out_to_the_slots():
     """Baseline, statistics and equal trials, each to the worker that is free first."""
-    wall = {slots: estimate([work(trials=9)], slots, 0).wall_seconds - estimates.WORKER_START_S for slots in (1, 2, 20)}
+    wall = {slots: estimate([work(trials=9)], slots, 0).wall_seconds - costs.WORKER_START_S for slots in (1, 2, 20)}
     cost = estimate([work(trials=9)], 1, 0).models[0]
     baseline, statistics = (sum(job.values()) for job in cost.jobs.values())
-    trial = sum(cost.trial.values()) + estimates.TRIAL_OVERHEAD_S
+    trial = sum(cost.trial.values()) + costs.TRIAL_OVERHEAD_S
     assert wall[1] == pytest.approx(baseline + statistics + 9 * trial)
     assert wall[20] == pytest.approx(statistics)  # the longest piece
     assert baseline + 3 * trial > statistics > baseline + 2 * trial

@@ -18,10 +18,8 @@ from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models.families import decoder_layers
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import recovery
-from tune_prune.tuning import device_speed
-from tune_prune.tuning import estimate as estimates
-from tune_prune.tuning.device_speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, SpeedRequest, _Bench, measure
-from tune_prune.tuning.tokens import suite_tokens
+from tune_prune.tuning import cost
+from tune_prune.tuning.cost import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, SpeedRequest, _Bench, measure, suite_tokens
 
 
 def test_other_programs_do_not_make_the_measured_speed_slower(tiny_llama):
@@ -56,7 +54,7 @@ def test_threads_that_wait_for_each_other_do_not_make_the_measured_speed_slower(
     def seconds(self: _Bench, run: Callable[[], object]) -> float:
         return 0.001 + 0.1 * (torch.get_num_threads() - 1)
 
-    monkeypatch.setattr(device_speed._Bench, "_seconds", seconds)
+    monkeypatch.setattr(cost._Bench, "_seconds", seconds)
     alone, two = (measure(SpeedRequest(tiny_llama[0], "float32", "cpu", count, 64)) for count in (1, 2))
     assert two.forward(SHORT_ROW) < 20 * alone.forward(SHORT_ROW)
 
@@ -108,7 +106,7 @@ def gpu_that_launches(
     """A device that takes so many seconds for every call, and no more until there are tokens enough to take longer."""
     bench, now = _Bench(SpeedRequest(config, "float32", "cpu", 1, 64)), [0.0]
     bench.device = torch.device("cuda")
-    monkeypatch.setattr(device_speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(bench, "_wait", lambda: None)
 
     def make(tokens: int):
@@ -145,7 +143,7 @@ def test_steps_of_a_training_take_their_launches_only_where_those_are_many():
     quick = replace(SPEED, gradient=Line(1e-9, 0.0), head_gradient=0.0)
     slow = replace(quick, gradient_call=0.05)
     plain, at_once, by_layer = (
-        estimates._pass(work(speed=speed, way=way), "recovery", todo, 128).seconds
+        cost._pass(work(speed=speed, way=way), "recovery", todo, 128).seconds
         for speed, way in ((quick, RESIDENT), (slow, RESIDENT), (slow, Residency(gradients_by_layer=True)))
     )
     assert at_once == plain < 0.01 and by_layer >= 100 * 0.05
@@ -167,6 +165,6 @@ def test_a_copy_that_is_held_as_a_whole_is_read_once(
     for pruned_whole, readings in ((True, whole), (False, streamed)):
         way = Residency(from_files=True, pruned_whole=pruned_whole)
         none, some = (
-            estimates._step(work(trials=1, way=way, weight_bytes=size), stage, [config]).seconds for size in (0, 10**9)
+            cost._step(work(trials=1, way=way, weight_bytes=size), stage, [config]).seconds for size in (0, 10**9)
         )
-        assert some - none == pytest.approx(readings * 10**9 / estimates.DISK_BYTES_PER_S)
+        assert some - none == pytest.approx(readings * 10**9 / cost.DISK_BYTES_PER_S)

@@ -26,17 +26,14 @@ from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial import trial
 from tune_prune.trial.fallback import Fallback
-from tune_prune.tuning import device_speed, own_process, plan_cost, preflight, resources
-from tune_prune.tuning import estimate as estimates
-from tune_prune.tuning.device_speed import CALL_S, SpeedRequest, _Bench
-from tune_prune.tuning.estimate import estimate
-from tune_prune.tuning.flops import Arithmetic
+from tune_prune.tuning import cost, plan_cost, preflight, resources
+from tune_prune.tuning import gpus as gpu_module
+from tune_prune.tuning.cost import CALL_S, Arithmetic, SpeedRequest, _Bench, estimate
 from tune_prune.tuning.gpus import Gpu, visible_gpus
-from tune_prune.tuning.memory_plan import MemoryPlan
+from tune_prune.tuning.memory import MemoryPlan, memory_of
 from tune_prune.tuning.plan import Plan, SearchSettings
 from tune_prune.tuning.preflight import make_plan
 from tune_prune.tuning.worker import WorkerSettings
-from tune_prune.tuning.workload import memory_of
 
 GIB = 2**30
 
@@ -62,16 +59,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_call_in_its_own_process_gives_what_it_gives_here() -> None:
-    assert own_process.call(divmod, 17, 5) == (3, 2)
-    assert own_process.call(os.getpid) != os.getpid()
-    assert own_process.call(print, "not the answer") is None
+    assert gpu_module.call(divmod, 17, 5) == (3, 2)
+    assert gpu_module.call(os.getpid) != os.getpid()
+    assert gpu_module.call(print, "not the answer") is None
     with pytest.raises(UserError, match="unknown model 'lama'"):
-        own_process.call(catalog.resolve, "lama")
+        gpu_module.call(catalog.resolve, "lama")
 
 
 def test_a_process_that_dies_is_a_sentence() -> None:
     with pytest.raises(MachineError, match=r"ended with code 7 \(it said nothing\); see") as error:
-        own_process.call(os._exit, 7)
+        gpu_module.call(os._exit, 7)
     assert "\n" not in str(error.value)
 
 
@@ -97,7 +94,7 @@ def planned(gpus, monkeypatch: pytest.MonkeyPatch, tmp_path):
         calls.append(function)
         return SPEED if function is plan_cost.measure else function(*arguments)
 
-    monkeypatch.setattr(own_process, "call", own)
+    monkeypatch.setattr(gpu_module, "call", own)
 
     def plan(cards, **settings):
         gpus(*cards)
@@ -313,7 +310,7 @@ def test_the_first_call_of_a_shape_is_not_timed(monkeypatch: pytest.MonkeyPatch)
     config = loading.load_config(catalog.resolve("tiny-llama"))
     bench = _Bench(SpeedRequest(config, "float32", "cpu", 1, 64))
     now, loaded = [0.0], set()
-    monkeypatch.setattr(device_speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(bench, "_wait", lambda: None)
 
     def make(count: int):
@@ -331,7 +328,7 @@ def test_the_first_call_of_a_shape_is_not_timed(monkeypatch: pytest.MonkeyPatch)
 
 def test_trials_that_fill_a_gpu_take_turns_on_it() -> None:
     """Four shares of one GPU take as long as the GPU alone, where one trial fills it; of a small model they run side by side."""
-    weights = int(estimates.FILLS_GPU)
+    weights = int(cost.FILLS_GPU)
     large = work(
         arithmetic=Arithmetic(2, weights // 2, weights // 2, 0, 100, 0),
         device="cuda",

@@ -14,7 +14,7 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, 
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.trial import TrialProgress
-from tune_prune.tuning.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
+from tune_prune.tuning.cost import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.progress import LATE, LiveLine, TimeLeft
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work

@@ -22,8 +22,7 @@ from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC
 from tune_prune.trial.fallback import MEASURING
 from tune_prune.tuning import memory
-from tune_prune.tuning.memory import PROCESS_BYTES, Shapes
-from tune_prune.tuning.memory_plan import MemoryPlan, choose
+from tune_prune.tuning.memory import PROCESS_BYTES, MemoryPlan, Shapes, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 1.25  # planned over measured

@@ -16,8 +16,7 @@ from tune_prune.evaluation.engine.prefix_trees import plan_rows
 from tune_prune.models import loading
 from tune_prune.pruning.statistics import Need, block_removal
 from tune_prune.pruning.statistics.taylor import STATISTIC
-from tune_prune.tuning.memory import PROCESS_BYTES, Shapes
-from tune_prune.tuning.workload import passes_of, recipe_passes
+from tune_prune.tuning.memory import PROCESS_BYTES, Shapes, passes_of, recipe_passes
 
 STUDY = Path(__file__).parents[2] / "docs" / "studies" / "h100"
 # Of cuBLAS, from the first product on: 32 MiB more in the first of two equal passes. Part of what is planned for the process.

@@ -20,14 +20,10 @@ from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import by_statistic
 from tune_prune.trial.statistics import by_samples
 from tune_prune.tuning import space
-from tune_prune.tuning.device_speed import computed
-from tune_prune.tuning.estimate import ModelWork, estimate
-from tune_prune.tuning.flops import Arithmetic
+from tune_prune.tuning.cost import Arithmetic, ModelWork, ZeroShotTokens, computed, estimate
 from tune_prune.tuning.gpus import Card, parse_card
-from tune_prune.tuning.memory_plan import MemoryPlan, choose
+from tune_prune.tuning.memory import MemoryPlan, choose, memory_of
 from tune_prune.tuning.resources import MAX_TRIALS_PER_GPU, fitting_trials, usable_bytes
-from tune_prune.tuning.tokens import ZeroShotTokens
-from tune_prune.tuning.workload import memory_of
 
 ROOT = Path(__file__).parents[2]
 README, COSTS = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/costs.md"))

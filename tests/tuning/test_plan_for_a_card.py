@@ -11,7 +11,7 @@ import pytest
 from tests.hollow_models import GIB, hollow_model, in_gib
 from tests.search_folders import data_folder
 from tune_prune.commands import search
-from tune_prune.tuning import own_process, plan_cost
+from tune_prune.tuning import plan_cost
 from tune_prune.tuning.gpus import CARDS, parse_card
 
 COSTS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ def mistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A search on a model of Mistral-7B's shape, on a machine with 2 GiB, where no GPU is looked for and nothing measured."""
     folder = hollow_model(tmp_path / "mistral-7b", "mistral-7b", 2, monkeypatch)
     monkeypatch.delattr(plan_cost, "measure")
-    monkeypatch.delattr(own_process, "call")
+    monkeypatch.delattr("tune_prune.tuning.gpus.call")
     monkeypatch.chdir(tmp_path)
     data = str(data_folder(tmp_path / "data"))
     return ("--model", str(folder), "--data-dir", data, "--calibration", "embedded", "--tasks", "boolq", "--limit", "2")

@@ -30,8 +30,7 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial
-from tune_prune.tuning.memory import Shapes
-from tune_prune.tuning.memory_plan import StageMemory
+from tune_prune.tuning.memory import Shapes, StageMemory
 
 
 def measure(

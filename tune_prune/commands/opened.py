@@ -41,10 +41,9 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.trial.fallback import Fallback, load
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial
-from tune_prune.tuning.memory import Shapes
-from tune_prune.tuning.memory_plan import StageMemory, choose_within, on_this_machine
+from tune_prune.tuning.cost import LONGEST_ROW
+from tune_prune.tuning.memory import Shapes, StageMemory, choose_within, on_this_machine, passes_of, recipe_passes
 from tune_prune.tuning.resolve import DenseModel
-from tune_prune.tuning.workload import LONGEST_ROW, passes_of, recipe_passes
 
 
 class Model:

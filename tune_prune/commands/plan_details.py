@@ -36,7 +36,7 @@ from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
-from tune_prune.tuning.device_speed import REACHED
+from tune_prune.tuning.cost import REACHED
 from tune_prune.tuning.plan import Plan
 from tune_prune.tuning.rounds import is_withheld
 

@@ -15,7 +15,7 @@ from tune_prune.core.machine import size
 from tune_prune.models.loading import WIDE
 from tune_prune.models.runner.devices import bfloat16_speed, fast_at_bfloat16
 from tune_prune.models.runner.residency import Residency
-from tune_prune.tuning.memory_plan import MemoryPlan
+from tune_prune.tuning.memory import MemoryPlan
 from tune_prune.tuning.plan import Plan
 
 NVIDIA = Path("/dev/nvidiactl")  # there where a driver is loaded

@@ -25,7 +25,7 @@ from tune_prune.core.terminal import say
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline
-from tune_prune.tuning.estimate import CostEstimate
+from tune_prune.tuning.cost import CostEstimate
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, PrepareObserver, RecordsObserver

@@ -1,4 +1,6 @@
-"""Peak memory of a trial, stage by stage, from the shapes of its model and of its batches, for each way to hold a model.
+"""What a trial takes in each way to hold its model (tuning.memory has the formulas), and which way fits what there is.
+
+Peak memory of a trial, stage by stage, from the shapes of its model and of its batches, for each way to hold a model.
 
 A worker holds the dense model all the time, unless its weights stay in their files. Beside it a stage takes:
 
@@ -24,13 +26,20 @@ where query heads share keys, also scores of every head with the row's tokens: n
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers.configuration_utils import PretrainedConfig
 
+from tune_prune.core import machine
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.machine import TooLittleMemory, at_least, size
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
@@ -38,12 +47,121 @@ from tune_prune.models.families import family_of
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
-from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
+from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
 from tune_prune.models.runner.spread import layers_on
+from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.padding import most_bytes
-from tune_prune.pruning.statistics import PassWork
+from tune_prune.pruning.statistics import PassWork, by_statistic, load_statistic
 from tune_prune.pruning.statistics.kfac import AT_ONCE
-from tune_prune.tuning.memory_plan import MemoryPlan, StageMemory
+from tune_prune.trial.iteration import works_of
+from tune_prune.trial.statistics import by_samples
+from tune_prune.tuning.cost import Workload
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that a stage takes beside the process and the dense weights."""
+
+    stage: str  # as in records
+    way: str  # in which the model is held
+    held: int  # while it runs: sums of gradients and hidden states, the pruned projections with their padding, brought layers
+    activations: int  # of a batch
+    away: int = 0  # hidden states in host memory or in a file, of a trial on a GPU; those in a file on a CPU
+
+    @property
+    def total(self) -> int:
+        return self.held + self.activations
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one trial that holds its model in one way."""
+
+    way: Residency
+    process: int  # without any model
+    weights: int  # dense model; 0: they stay in their files
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def largest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def total(self) -> int:
+        """The peak, where the model is computed with."""
+        return self.peak(self.largest)
+
+    def peak(self, stage: StageMemory) -> int:
+        return self.process + self.weights + stage.total
+
+    @property
+    def away(self) -> int:
+        """Hidden states that are elsewhere, at most."""
+        return max(stage.away for stage in self.stages)
+
+    def fits(self, bounds: Bounds) -> bool:
+        return self.total <= bounds.get("device", self.total) and self.away <= bounds.get(self.way.states, self.away)
+
+
+# Bytes that a trial may take of what it computes on and of where hidden states can wait; no limit where none is named.
+Bounds = Mapping[Place, int]
+
+
+def on_this_machine(trials: int = 1) -> dict[Place, int]:
+    """What each of so many trials may take where hidden states can wait, besides the device; on CPUs that is "host" too."""
+    return {
+        "host": machine.memory().available // trials,
+        "file": 0
+        if machine.in_memory(tempfile.gettempdir())
+        else shutil.disk_usage(tempfile.gettempdir()).free // trials,
+    }
+
+
+def choose(ways: Sequence[MemoryPlan], bounds: Bounds) -> MemoryPlan:
+    """The first of `ways` that fits, else the one that takes least where it computes."""
+    leanest = min(reversed(ways), key=lambda plan: plan.total)  # of equal ones that with states in a file
+    return next((plan for plan in ways if plan.fits(bounds)), leanest)
+
+
+def choose_within(
+    ways: Sequence[MemoryPlan],
+    bounds: Bounds,
+    limit: int | None,
+    what: str,
+    folder: str = "",
+    others: Sequence[MemoryPlan] = (),
+    step: str = "",
+) -> MemoryPlan:
+    """The same, where `limit` bytes of the device were allowed by hand (None: as the bounds say). Raises UserError where `what`
+    needs more than that in its leanest way, or has no place for its hidden states; `folder`: what holds them in a file; `others`,
+    `step`: as `advised` takes them."""
+    if limit is not None:
+        bounds = {**bounds, "device": min(limit, bounds.get("device", limit))}
+    plan = choose(ways, bounds)
+    if limit is not None and plan.total > limit:
+        error = TooLittleMemory(
+            f"--memory is {size(limit)}, but {what} needs {size(plan.total)} in its leanest way ({plan.way}; the most in its stage "
+            f"{plan.largest.stage}); ",
+            f"use --memory {at_least(plan.total)} or more, or a smaller model",
+        )
+        raise advised(error, ways, others, step, bounds)
+    if plan.total <= bounds.get("device", plan.total) and not plan.fits(bounds):
+        raise UserError(
+            f"{what} fits into memory only layer by layer, with a file of {size(plan.away)} in "
+            f"{folder or tempfile.gettempdir()}, where {size(bounds['file'])} are free: set TMPDIR to a folder with more room, or "
+            "use fewer or shorter samples"
+        )
+    return plan
+
+
+def advised(
+    error: TooLittleMemory, ways: Sequence[MemoryPlan], others: Sequence[MemoryPlan], step: str, bounds: Bounds
+) -> UserError:
+    """The error; where none of `ways` fits but one of `others`, which `step` opens, one whose advice begins with that."""
+    if not step or any(way.fits(bounds) for way in ways) or not any(way.fits(bounds) for way in others):
+        return error
+    return UserError(f"{error.fact}{step}, or {error.step}")
+
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval, Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
@@ -357,3 +475,40 @@ class Shapes:
     @property
     def _m(self) -> int:
         return max(self.geometry.mlp_width)
+
+
+def memory_of(
+    work: Workload,
+    geometry: Geometry,
+    configs: Collection[PruningConfig],
+    removed_params: int,
+    itemsize: int,
+    device: str,
+    from_files: bool = True,
+    gpus: int = 1,
+) -> list[MemoryPlan]:
+    """Memory of the largest trial among `configs`, in every way to hold the model, the fastest first. `from_files`: whether weights
+    can stay in their files; `gpus`: over which a trial is spread."""
+    shapes = Shapes(geometry, work.config, itemsize, device, gpus)
+    read = work.perplexity_window, work.perplexity_tokens, work.longest_row, work.zero_shot.tokens
+    measured = partial(shapes.evaluation, removed_params, *read)
+    passes = passes_of(configs, geometry.num_layers, device)
+    return shapes.ways(passes, lambda way: measured(way=way), from_files, removed_params)
+
+
+def passes_of(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
+    """What the statistics and the recipes of `configs` take: stage and work of each pass, for its memory."""
+    later = [("steps", work) for config in configs for work in works_of(config, num_layers, device)]
+    return [*recipe_passes(configs, num_layers, device), *dict.fromkeys(later)] + [
+        (load_statistic(name).stage, load_statistic(name).work(needs, samples.seq_len, num_layers, device))
+        for samples, shared in by_samples(configs).items()
+        for name, needs in by_statistic(shared).items()
+    ]
+
+
+def recipe_passes(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
+    """Those of the recipes alone; of a recovery one step."""
+    tokens = dict.fromkeys(one.refit_tokens for one in configs if one.compensation != "none")
+    refits = [("refit", refit.work(amount, num_layers, device)) for amount in tokens]
+    trained = dict.fromkeys((one.recovery_steps, one.recovery_rank) for one in configs if one.recovery != "none")
+    return refits + [("recovery", recovery.step_work(steps, num_layers, rank)) for steps, rank in trained]

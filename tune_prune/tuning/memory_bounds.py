@@ -13,7 +13,7 @@ from tune_prune.core import machine
 from tune_prune.core.machine import TooLittleMemory
 from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.tuning.gpus import Gpu
-from tune_prune.tuning.memory_plan import Bounds, MemoryPlan, advised, choose_within, on_this_machine
+from tune_prune.tuning.memory import Bounds, MemoryPlan, advised, choose_within, on_this_machine
 from tune_prune.tuning.plan import ModelPlan, SearchSettings
 from tune_prune.tuning.resources import (
     Node,

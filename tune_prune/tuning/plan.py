@@ -13,12 +13,11 @@ from tune_prune.core.store import Location
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.gguf.files import GgufOrigin
 from tune_prune.models.runner.residency import Residency
-from tune_prune.tuning.estimate import CostEstimate
+from tune_prune.tuning.cost import CostEstimate, Workload
 from tune_prune.tuning.gpus import Card
-from tune_prune.tuning.memory_plan import MemoryPlan
+from tune_prune.tuning.memory import MemoryPlan
 from tune_prune.tuning.resources import Node, TrialResources
 from tune_prune.tuning.space import SearchSpace
-from tune_prune.tuning.workload import Workload
 
 
 @dataclass(frozen=True)

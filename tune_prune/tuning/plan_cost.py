@@ -15,13 +15,23 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.store import BASELINES, open_store
 from tune_prune.pruning.statistics import by_statistic, load_statistic
 from tune_prune.trial.statistics import needs_of
-from tune_prune.tuning import own_process
-from tune_prune.tuning.device_speed import DeviceSpeed, SpeedRequest, computed, measure
-from tune_prune.tuning.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
-from tune_prune.tuning.flops import Arithmetic
+from tune_prune.tuning import gpus
+from tune_prune.tuning.cost import (
+    INLINE_START_S,
+    WORKER_START_S,
+    Arithmetic,
+    CostEstimate,
+    DeviceSpeed,
+    ModelWork,
+    SpeedRequest,
+    computed,
+    estimate,
+    measure,
+    passes_to_make,
+    recipe_amounts,
+)
 from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.rounds import expected
-from tune_prune.tuning.workload import passes_to_make, recipe_amounts
 
 if TYPE_CHECKING:
     from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings
@@ -133,7 +143,7 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
         ),
     )
     if settings.address is None:
-        return own_process.call(measure, request) if request.device == "cuda" else measure(request)
+        return gpus.call(measure, request) if request.device == "cuda" else measure(request)
     from tune_prune.tuning.ray_cluster import nodes  # imports ray: not needed to plan a search on this machine
 
     speed: DeviceSpeed | None = nodes.call(measure, request, resources)

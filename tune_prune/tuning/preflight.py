@@ -33,10 +33,10 @@ from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.selection import target_params
 from tune_prune.trial.steps import samples_needed
-from tune_prune.tuning import experiment, memory_bounds, own_process, plan_cost, resolve
+from tune_prune.tuning import experiment, gpus, memory_bounds, plan_cost, resolve
+from tune_prune.tuning.cost import workload
 from tune_prune.tuning.gpus import Card, Gpu, visible_gpus
-from tune_prune.tuning.memory import INLINE_BYTES
-from tune_prune.tuning.memory_plan import MemoryPlan
+from tune_prune.tuning.memory import INLINE_BYTES, MemoryPlan, memory_of
 from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.resources import (
@@ -48,7 +48,6 @@ from tune_prune.tuning.resources import (
     usable_bytes,
 )
 from tune_prune.tuning.space import SearchSpace
-from tune_prune.tuning.workload import memory_of, workload
 
 
 def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
@@ -352,7 +351,7 @@ def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping
     if told:
         return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]
     count = torch.cuda.device_count()
-    gpus = own_process.call(visible_gpus) if count and settings.gpus_per_trial != 0 else []
-    if problem := next((gpu.problem for gpu in gpus if gpu.problem), None):
+    found = gpus.call(visible_gpus) if count and settings.gpus_per_trial != 0 else []
+    if problem := next((gpu.problem for gpu in found if gpu.problem), None):
         raise UserError(f"{problem}: {devices.NO_KERNELS_STEP} (--gpus-per-trial 0)")
-    return [{"CPU": machine.cpus(), "GPU": count}], gpus
+    return [{"CPU": machine.cpus(), "GPU": count}], found

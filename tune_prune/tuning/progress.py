@@ -17,7 +17,7 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.measures import comparable, fraction
 from tune_prune.core.records import TrialRecord, failure_counts
 from tune_prune.core.terminal import printable
-from tune_prune.tuning.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
+from tune_prune.tuning.cost import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work, labels_of_groups

@@ -29,7 +29,7 @@ from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.devices import NO_KERNELS_STEP, fast_at_bfloat16
 from tune_prune.tuning.gpus import Gpu, visible_gpus
-from tune_prune.tuning.memory_plan import on_this_machine
+from tune_prune.tuning.memory import on_this_machine
 from tune_prune.tuning.resources import Node, TrialResources, slots_on
 
 WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all
