@@ -44,7 +44,7 @@ from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Need, block_removal
 from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
-from tune_prune.pruning.surgery import prune
+from tune_prune.pruning.surgery import Sketch, prune
 from tune_prune.tuning.memory import Shapes
 
 WIKITEXT_TOKENS = 330_000  # of the WikiText-2 test in tokens of a 32k vocabulary
@@ -132,7 +132,7 @@ def pruned_models(bench: Bench) -> Iterator[tuple[str, PreTrainedModel, int]]:
         model = bench.stage(f"prune {name}", 0, 0, partial(prune, bench.model, bench.family, plan))
         if model is not None:
             if name == "padded":
-                padding.pad(model, bench.family, padding.MULTIPLE["cuda"])
+                padding.pad(Sketch.of(model), bench.family, padding.MULTIPLE["cuda"]).in_memory()
             yield name, model, plan.total_params - plan.removed_params
         del model
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from tests.conftest import VARIANTS, build_tiny
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, plan_of, tokens, zeroed
-from tune_prune.checkpoint import save
-from tune_prune.checkpoint.layers import compact
+from tune_prune.checkpoint import layers
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import cut
 
 ROOT = Path(__file__).resolve().parents[1]
 READER = Path(__file__).with_name("checkpoint_reader.py")
@@ -76,8 +76,9 @@ def write_case(folder: Path, variant: str, shape: str, padded: bool = False) -> 
 def as_saved(model: PreTrainedModel, plan: PruningPlan, padded: bool = False) -> PreTrainedModel:
     """The pruned model as its files describe it."""
     family = FAMILIES[model.config.model_type]
-    small, _ = compact(model, family, plan)
-    return save.as_saved(model, small, family, read_geometry(model, family), "hf-padded" if padded else "hf")
+    small, _ = layers.compact(cut(model, family, plan), family)
+    fmt = "hf-padded" if padded else "hf"
+    return layers.as_saved(small, model, family, read_geometry(model, family), fmt).in_memory()
 
 
 def write_cases(folder: Path) -> dict[str, Case]:

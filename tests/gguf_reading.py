@@ -18,6 +18,7 @@ from tests.conftest import VARIANTS, build_tiny
 from tune_prune.checkpoint.layers import compact
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import cut
 
 HIDDEN, HEAD_DIM, QUERIES_PER_KV = 32, 6, 2
 G, M = (0, 1, 2, 3), tuple(range(40))
@@ -51,7 +52,8 @@ def pruned(
     variant: str, shape: str = "widths", dtype: torch.dtype = torch.float64, **overrides: Any
 ) -> PreTrainedModel:
     plan = PruningPlan(*SHAPES[shape], target_params=0, removed_params=0, total_params=0)
-    return compact(build_tiny(variant, dtype, **overrides), family_of(variant), plan)[0]
+    sketch = cut(build_tiny(variant, dtype, **overrides), family_of(variant), plan)
+    return compact(sketch, family_of(variant))[0].in_memory()
 
 
 class File:

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tune_prune.checkpoint import layers, manifest
-from tune_prune.checkpoint.save import Format, Origin, save_checkpoint
+from tune_prune.checkpoint.manifest import Format, Provenance
+from tune_prune.checkpoint.save import save_checkpoint
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.store import FolderStore
 from tune_prune.data.sources import measured_on
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import cut
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial
@@ -52,18 +54,17 @@ def save(
 ) -> Path:
     """The checkpoint of the model of `context` pruned by `plan`."""
     run = context.run
-    origin = Origin(config=CONFIG, source=run, metrics=metrics, measured_on=measured_on(run), baseline=None)
-    save_checkpoint(context.loaded, Recipe(plan), origin, folder, fmt)
+    about = Provenance(config=CONFIG, source=run, metrics=metrics, measured_on=measured_on(run))
+    save_checkpoint(context.loaded, Recipe(plan), about, folder, fmt)
     return folder
 
 
 def plan_of(context: TrialContext, groups: list[tuple[int, ...]], channels: list[tuple[int, ...]]) -> PruningPlan:
     """A plan with the parameters that it really removes."""
     loaded, total = context.loaded, context.loaded.geometry.total_params
-    small, _ = layers.compact(
-        loaded.model, loaded.family, PruningPlan(tuple(groups), tuple(channels), 0, 0, total_params=total)
-    )
-    removed = total - sum(p.numel() for p in small.parameters())
+    plan = PruningPlan(tuple(groups), tuple(channels), 0, 0, total_params=total)
+    small, _ = layers.compact(cut(loaded.model, loaded.family, plan), loaded.family)
+    removed = total - sum(p.numel() for p in small.model.parameters())
     return PruningPlan(tuple(groups), tuple(channels), 0, removed, total)
 
 

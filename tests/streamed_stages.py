@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from tests.memory_stages import resident
-from tune_prune.checkpoint.save import Origin, save_checkpoint
+from tune_prune.checkpoint.manifest import Provenance
+from tune_prune.checkpoint.save import save_checkpoint
 from tune_prune.core.config import PruningConfig
 from tune_prune.evaluation.divergence import head_inputs, token_divergences
 from tune_prune.evaluation.engine.prefix_trees import score_items
@@ -67,7 +68,7 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
     rows = [[Request(row.numpy(), row[-4:].numpy()) for row in pair] for pair in windows.split(2)]
     kept = PruningPlan.keep_all(dense.geometry)
     plan = PruningPlan(kept.kept_groups, tuple(width[::2] for width in kept.kept_channels), 0, 0, kept.total_params)
-    origin = Origin(PruningConfig("random", 16, 8, 0.2), None, None, None, None)
+    origin = Provenance(config=PruningConfig("random", 16, 8, 0.2))
     return {
         "gradients": lambda: taylor(model, family, windows, [8], how),
         "removals": lambda: removal_losses(model, family, windows[:2], KINDS, how),

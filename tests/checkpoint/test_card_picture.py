@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from tests.checkpoint.test_model_card import BASE, DENSE, GEOMETRY, card, geometry, manifest
-from tune_prune.checkpoint.card.model_card import layers_figure, write_card
+from tune_prune.checkpoint.card import layers_figure, write_card
 from tune_prune.pruning.groups import PruningPlan
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tests.conftest import VARIANTS
 from tune_prune.checkpoint import generation_speed
 from tune_prune.checkpoint.generation_speed import GenerationSpeed, measure, speed_table, verdict, verdict_of
-from tune_prune.checkpoint.sizes import sizes
+from tune_prune.checkpoint.layers import sizes
 from tune_prune.core.errors import UserError
 from tune_prune.core.speed_records import Relative
 from tune_prune.models.families import FAMILIES

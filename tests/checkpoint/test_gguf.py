@@ -31,6 +31,7 @@ from tune_prune.checkpoint.gguf.architecture import ARCHITECTURES
 from tune_prune.checkpoint.gguf.gguf_file import write_gguf
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES, Family
+from tune_prune.pruning.surgery import Sketch
 
 # Fields of the configs with which llama.cpp can say the variant at all, by name of the case.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,8 +70,8 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write(words: Path, tmp_path: Path) -> Callable[..., File]:
-    def run(variant: str, model: PreTrainedModel, dtype: str = "f32") -> File:
-        notes = write_gguf(model, family_of(variant), words, tmp_path / "model.gguf", dtype, "a name")
+    def run(variant: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> File:
+        notes = write_gguf(Sketch.of(model), family_of(variant), words, tmp_path / "model.gguf", dtype, "a name")
         assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
         return File(tmp_path / "model.gguf", notes)
 
@@ -227,7 +228,7 @@ def test_llama_cpp_predicts_as_the_model(case: str, shape: str, byte_level: Path
     variant, overrides = CASES[case]
     vocabulary, then, times = 272, 5, 4
     model = pruned(variant, shape, vocab_size=vocabulary, **overrides)
-    write_gguf(model, family_of(variant), byte_level, tmp_path / "model.gguf", "f32")
+    write_gguf(Sketch.of(model), family_of(variant), byte_level, tmp_path / "model.gguf", torch.float32)
     ids = torch.randint(262, (1, 24), generator=torch.Generator().manual_seed(2))
     whole = torch.cat([ids, torch.full((1, times), then)], dim=1)
     expected = torch.log_softmax(model(whole).logits[0, -times - 1 :], dim=-1).numpy()
@@ -269,15 +270,15 @@ def test_families_have_an_architecture_for_layers_alike_and_all_but_smollm3_one_
 
 def test_half_precision_is_of_matrices_only(write: Callable[..., File]):
     model = pruned("llama-biases")
-    for dtype, torch_dtype, file_type in (("f16", torch.float16, 1), ("bf16", torch.bfloat16, 32)):
+    for name, dtype, file_type in (("F16", torch.float16, 1), ("BF16", torch.bfloat16, 32)):
         file = write("llama-biases", model, dtype)
         assert file.meta["general.file_type"] == file_type
         assert {name for name, kind in file.types.items() if kind == "F32"} == {
             name for name, values in file.tensors.items() if values.ndim == 1
         }
-        assert file.types["blk.1.ffn_up.weight"] == dtype.upper()
+        assert file.types["blk.1.ffn_up.weight"] == name
         up = model.model.layers[1].mlp.up_proj
-        np.testing.assert_array_equal(file.tensors["blk.1.ffn_up.weight"], up.weight.to(torch_dtype).float().numpy())
+        np.testing.assert_array_equal(file.tensors["blk.1.ffn_up.weight"], up.weight.to(dtype).float().numpy())
         np.testing.assert_array_equal(file.tensors["blk.1.ffn_up.bias"], up.bias.float().numpy())
 
 
@@ -287,21 +288,21 @@ def test_a_weight_beyond_float16_is_refused_and_the_old_file_stays(words: Path, 
     path = tmp_path / "model.gguf"
     path.write_text("old")
     with pytest.raises(UserError, match=r"blk\.2\.ffn_down\.weight has weights up to 1e\+05.*bf16 or f32"):
-        write_gguf(model, FAMILIES["llama"], words, path, "f16")
+        write_gguf(Sketch.of(model), FAMILIES["llama"], words, path, torch.float16)
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
-    write_gguf(model, FAMILIES["llama"], words, path, "bf16")
+    write_gguf(Sketch.of(model), FAMILIES["llama"], words, path, torch.bfloat16)
     assert File(path).architecture == "deci"
 
 
 def test_notes_name_the_quantised_shapes(words: Path, tmp_path: Path):
     model = pruned("qwen3", "no MLP", tie_word_embeddings=True)
-    notes = "\n".join(write_gguf(model, FAMILIES["qwen3"], words, tmp_path / "model.gguf"))
+    notes = "\n".join(write_gguf(Sketch.of(model), FAMILIES["qwen3"], words, tmp_path / "model.gguf", torch.float16))
     assert "layers without an MLP (0, 2, 3) hold 32 channels of zeros" in notes
     assert "1 of 4 MLPs are no multiple of 32 wide: their last matrices stay F16" in notes
     assert "4 of 4 attention blocks are no multiple of 32 wide" in notes
     assert "multiple of 256" not in notes  # the hidden size is none itself
     model = pruned("qwen3", "no attention", tie_word_embeddings=True)
-    notes = "\n".join(write_gguf(model, FAMILIES["qwen3"], words, tmp_path / "model.gguf"))
+    notes = "\n".join(write_gguf(Sketch.of(model), FAMILIES["qwen3"], words, tmp_path / "model.gguf", torch.float16))
     assert "layers without attention (1, 3) hold one head of zeros" in notes
     assert "llama.cpp has no WordLevel tokenizer" in notes
 
@@ -309,5 +310,7 @@ def test_notes_name_the_quantised_shapes(words: Path, tmp_path: Path):
 def test_notes_name_biases_that_older_readers_refuse(words: Path, tmp_path: Path):
     for head_dim, noted in ((6, True), (4, False)):
         model = pruned("qwen2", "dense", head_dim=head_dim)
-        notes = "\n".join(write_gguf(model, FAMILIES["qwen2"], words, tmp_path / "model.gguf"))
+        notes = "\n".join(
+            write_gguf(Sketch.of(model), FAMILIES["qwen2"], words, tmp_path / "model.gguf", torch.float16)
+        )
         assert ("0.3.9 refuses the file" in notes) == noted

@@ -12,10 +12,10 @@ from tests.conftest import build_tiny
 from tests.gguf_reading import LLAMA3, YARN, G, M, family_of, pruned
 from tune_prune.checkpoint.gguf.architecture import ARCHITECTURES, choose_architecture
 from tune_prune.checkpoint.gguf.gguf_file import write_gguf
-from tune_prune.checkpoint.layers import compact
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import Sketch, cut
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "untied Qwen3": (
@@ -100,7 +100,13 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 def test_what_cannot_be_represented_is_refused(what: str, tmp_path: Path):
     variant, shape, overrides, message = REFUSED[what]
     with pytest.raises(UserError, match=message):
-        write_gguf(pruned(variant, shape, **overrides), family_of(variant), tmp_path, tmp_path / "model.gguf")
+        write_gguf(
+            Sketch.of(pruned(variant, shape, **overrides)),
+            family_of(variant),
+            tmp_path,
+            tmp_path / "model.gguf",
+            torch.float32,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -121,15 +127,15 @@ def test_unknown_parameters_are_refused():
 
 
 def test_other_dtypes_are_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"the dtype of a GGUF file cannot be 'f8' .*known: bf16, f16, f32"):
-        write_gguf(pruned("llama"), FAMILIES["llama"], tmp_path, tmp_path / "model.gguf", "f8")
+    with pytest.raises(UserError, match="GGUF files are not written in float64; give --dtype float32"):
+        write_gguf(Sketch.of(pruned("llama")), FAMILIES["llama"], tmp_path, tmp_path / "model.gguf", torch.float64)
 
 
 def test_attention_is_needed_in_the_first_layer(tmp_path: Path):
     plan = PruningPlan(((), G, G, G), (M,) * 4, target_params=0, removed_params=0, total_params=0)
-    model = compact(build_tiny("llama-tied"), FAMILIES["llama"], plan)[0]
+    sketch = cut(build_tiny("llama-tied"), FAMILIES["llama"], plan)
     with pytest.raises(ValueError, match="first layer has no attention"):
-        write_gguf(model, FAMILIES["llama"], tmp_path, tmp_path / "model.gguf")
+        write_gguf(sketch, FAMILIES["llama"], tmp_path, tmp_path / "model.gguf", torch.float32)
 
 
 def test_a_family_without_an_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):

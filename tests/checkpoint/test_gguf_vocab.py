@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -20,6 +21,7 @@ from tune_prune.checkpoint.gguf.gguf_file import write_gguf
 from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
+from tune_prune.pruning.surgery import Sketch
 
 BYTE_MERGES = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("2", "0")]
 
@@ -112,7 +114,7 @@ def test_byte_level_vocabulary_in_the_file(name: str, saved: Callable[..., Path]
     pre, ignore_merges = PRE[name]
     folder = saved(byte_level(pre, ignore_merges), eos_token="<|end|>", chat_template="{{ messages }}")
     path = tmp_path / "model.gguf"
-    notes = write_gguf(pruned("llama", vocab_size=270), FAMILIES["llama"], folder, path)
+    notes = write_gguf(Sketch.of(pruned("llama", vocab_size=270)), FAMILIES["llama"], folder, path, torch.float16)
     meta = File(path).meta
     assert not [note for note in notes if "tokenizer" in note]
     assert (meta["tokenizer.ggml.model"], meta["tokenizer.ggml.pre"]) == ("gpt2", name)
@@ -147,7 +149,13 @@ def test_llama_cpp_cuts_texts_as_the_tokenizer(
     for kind in (name, *PRE.keys() - {name}):
         if kind != name:
             monkeypatch.setattr(gguf_vocab, "_pre_tokenizer", lambda *_, kind=kind: (kind, ()))
-        write_gguf(pruned("llama", vocab_size=272), FAMILIES["llama"], folder, tmp_path / "model.gguf")
+        write_gguf(
+            Sketch.of(pruned("llama", vocab_size=272)),
+            FAMILIES["llama"],
+            folder,
+            tmp_path / "model.gguf",
+            torch.float16,
+        )
         llama_cpp = LlamaCpp(tmp_path / "model.gguf")
         assert ([llama_cpp.tokens(text) for text in TEXTS] == right) == (kind == name), kind
 
@@ -184,7 +192,7 @@ def test_scores_merge_as_the_merges_do(saved: Callable[..., Path], tmp_path: Pat
     vocabulary = read_vocabulary(folder, 300)
     assert (vocabulary.model, vocabulary.add_bos, vocabulary.add_space_prefix) == ("llama", True, True)
     path = tmp_path / "model.gguf"
-    write_gguf(pruned("llama", vocab_size=300), FAMILIES["llama"], folder, path)
+    write_gguf(Sketch.of(pruned("llama", vocab_size=300)), FAMILIES["llama"], folder, path, torch.float16)
     llama_cpp = LlamaCpp(path)
     for text in ("the theme and ends", "that isn't athe  hand", "naïve ths", "ath atat"):
         assert llama_cpp.tokens(text) == tokenizer.encode(text).ids, text

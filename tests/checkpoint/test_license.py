@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.checkpoint.license import base_license, copy_license_files
+from tune_prune.checkpoint.save import base_license, copy_license_files
 from tune_prune.models.catalog import ModelSource, resolve
 
 OTHER = "---\nlicense: other\nlicense_name: acme-1\nlicense_link: LICENSE.md\ntags: [x]\n---\n# Acme\n"

@@ -21,11 +21,10 @@ from statsmodels.stats.proportion import proportion_confint
 
 from tune_prune import embedded
 from tune_prune.checkpoint import manifest as manifests
-from tune_prune.checkpoint.card.card_numbers import accuracy, format_perplexity, short_bytes, short_count
-from tune_prune.checkpoint.card.model_card import render, write_card
+from tune_prune.checkpoint.card import accuracy, format_perplexity, render, short_bytes, short_count, write_card
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
+from tune_prune.checkpoint.layers import Sizes
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
-from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.commands import prune
 from tune_prune.core.config import (
     NOT_REFITTED,

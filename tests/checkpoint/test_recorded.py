@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.test_model_card import manifest
 from tests.pruned_checkpoints import PROTOCOL
-from tune_prune.checkpoint import recorded
-from tune_prune.checkpoint.manifest import Manifest, read
+from tune_prune.checkpoint.manifest import Manifest, Recorded, comparable
 from tune_prune.core.config import ModelRun
 from tune_prune.data.sources import MeasuredOn
-
-FIRST_HOUSE = Path(__file__).resolve().parents[1] / "first_house"
 
 MEASURED_ON = MeasuredOn(protocol=2, text="t", tasks={"boolq": "b", "piqa": "p"})
 METRICS: dict[str, float | None] = {"ppl": 9.0, "acc_mean": 0.5, "acc_boolq": 0.6, "acc_piqa": 0.4}
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, PROTOCOL, 0, "float32")
 
 
-def compared(about: Manifest, run: ModelRun = RUN, **changes: Any) -> recorded.Recorded:
-    return recorded.comparable(about, run, replace(MEASURED_ON, **changes))
+def compared(about: Manifest, run: ModelRun = RUN, **changes: Any) -> Recorded:
+    return comparable(about, run, replace(MEASURED_ON, **changes))
 
 
 @pytest.fixture
 def about() -> Manifest:
     """A manifest whose measurements are those above."""
-    found = read(FIRST_HOUSE / "pruned")
-    assert found is not None
-    return replace(found, metrics=dict(METRICS), measured_on=MEASURED_ON, source=RUN)
+    return manifest(metrics=dict(METRICS), measured_on=MEASURED_ON, source=RUN)
 
 
 def test_numbers_measured_in_the_same_way_are_compared(about: Manifest) -> None:
-    expected = recorded.Recorded(9.0, {"boolq": 0.6, "piqa": 0.4}, 0.5, ())
+    expected = Recorded(9.0, {"boolq": 0.6, "piqa": 0.4}, 0.5, ())
     assert compared(about) == expected
     other_order = replace(RUN, seed=3, protocol=replace(PROTOCOL, slices=(1.0,), seed=3, tasks=("piqa", "boolq")))
     assert compared(about, other_order, tasks={"piqa": "p", "boolq": "b"}) == expected

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tune_prune.checkpoint.sizes import Sizes, aligned, size_table, sizes
+from tune_prune.checkpoint.layers import Sizes, aligned, size_table, sizes
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.pruned.configuration_tune_prune import PrunedLlamaConfig
 from tune_prune.models.pruned.modeling_tune_prune import PrunedLlamaForCausalLM

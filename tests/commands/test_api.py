@@ -131,7 +131,7 @@ def test_what_a_known_plan_leaves_is_measured_without_the_text_that_it_was_found
     pruned: Any, tmp_path: Path
 ) -> None:
     config = replace(pruned.config, calibration=str(tmp_path / "gone.txt"))
-    known = pruned.dense.execute(PruneRequest(pruned.dense.run, config, plan=pruned.plan))
+    known = pruned.dense.execute(PruneRequest(run=pruned.dense.run, config=config, plan=pruned.plan))
     found, expected = (one.evaluate(limit=3, tasks="boolq").record.metrics for one in (known, pruned))
     assert found == expected
 

@@ -101,8 +101,8 @@ def test_a_mistyped_line_is_told_what_to_write(line: str, refused: Callable[...,
 
 
 REQUEST = PruneRequest(
-    ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32"),
-    PruningConfig("blockwise", 64, 128, shape="aligned-16"),
+    run=ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32"),
+    config=PruningConfig("blockwise", 64, 128, shape="aligned-16"),
 )
 
 

@@ -19,9 +19,9 @@ import tune_prune
 from tests.checkpoint.test_model_card import FILES, PLAN, manifest
 from tests.conftest import build_tiny
 from tests.models.conftest import SIZES, tokenizer
-from tune_prune.checkpoint.card.commands import uses
+from tune_prune.checkpoint.card import uses
+from tune_prune.checkpoint.layers import padded_params
 from tune_prune.checkpoint.manifest import IDS_ALONE, read
-from tune_prune.checkpoint.padded import padded_params
 from tune_prune.commands import prune
 
 LARGE = {"head_dim": 128}

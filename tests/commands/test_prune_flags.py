@@ -145,7 +145,7 @@ def test_what_appears_meanwhile_stays(
         out.mkdir()
         (out / "thesis.tex").write_text("all I have", encoding="utf-8")
 
-    monkeypatch.setattr("tune_prune.checkpoint.card.model_card.write_card", written)
+    monkeypatch.setattr("tune_prune.checkpoint.card.write_card", written)
     said = refused(prune.main, "--model", "tiny-llama", *FLAGS, "--output", out, *overwrite, begun=True)
     assert f"--output {out} " in said and ("not replaced" if overwrite else "exists") in said
     assert (out / "thesis.tex").read_text() == "all I have" and [*tmp_path.iterdir()] == [out]
@@ -155,7 +155,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def broken(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("tune_prune.checkpoint.card.model_card.write_card", broken)
+    monkeypatch.setattr("tune_prune.checkpoint.card.write_card", broken)
     with pytest.raises(OSError, match="disk full"):
         prune.main(["--model", "tiny-llama", *FLAGS, "--output", str(tmp_path / "deep" / "out")])
     assert [path.name for path in (tmp_path / "deep").iterdir()] == []

@@ -50,7 +50,7 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, ["quantised (fp8", "made from"]),
     "weights in 8 bits": (store_in_8_bits, ["quantised (model.layers.0.mlp.down_proj.weight is F8_E4M3)"]),
     "other width": ({"intermediate_size": 72}, ["gate_proj.weight is [", "instead of [72"]),
-    "more layers": ({"num_hidden_layers": 99}, ["missing or of another shape"]),
+    "more layers": ({"num_hidden_layers": 99}, ["is missing, and", "more such tensors"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),
     "weights cut off": (
         write_weights((TINY_FOLDER / "model.safetensors").read_bytes()[:-5000]),

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from tests.conftest import build_tiny
 from tune_prune.checkpoint.gguf.gguf_file import write_gguf
 from tune_prune.models.families import FAMILIES
+from tune_prune.pruning.surgery import Sketch
 
 SIZES = {"vocab_size": 272, "head_dim": 4, "max_position_embeddings": 128}  # heads fill the hidden size of 32
 
@@ -55,7 +56,7 @@ def tokenizer(folder: Path, pre: pre_tokenizers.PreTokenizer) -> Path:
 
 
 def saved(model: PreTrainedModel, words: Path, file: Path) -> Path:
-    write_gguf(model, FAMILIES[model.config.model_type], words, file, "f32", file.stem)
+    write_gguf(Sketch.of(model), FAMILIES[model.config.model_type], words, file, torch.float32, file.stem)
     return file
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of models: by content, whatever the size of their files, and of older versions."""
+"""Fingerprints of models: by content, whatever the size of their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.pruned_checkpoints import change_weights
 from tune_prune.checkpoint import manifest
 from tune_prune.core.errors import UserError
-from tune_prune.models import loading, weight_files
+from tune_prune.models import fingerprints, loading, weight_files
 from tune_prune.models.catalog import resolve
 from tune_prune.models.loading import load_config, model_fingerprint
 from tune_prune.models.runner.mapped_model import map_model
@@ -50,22 +50,22 @@ def test_a_changed_tokenizer_or_config_is_another_model(complete, folder):
 
 
 def test_large_pickles_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
+    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 2**20)
     path = tmp_path / "large.bin"
     raw = bytearray(3 * 2**20 + 5)
     path.write_bytes(raw)
-    marks = {weight_files.content_hash(path)}
+    marks = {fingerprints.content_hash(path)}
     for position in (0, 3 * 2**19, len(raw) - 1):
         changed = bytearray(raw)
         changed[position] = 1
         path.write_bytes(changed)
-        marks.add(weight_files.content_hash(path))
+        marks.add(fingerprints.content_hash(path))
     path.write_bytes(raw + b"\0")
-    marks.add(weight_files.content_hash(path))
+    marks.add(fingerprints.content_hash(path))
     assert len(marks) == 5
 
 
-@pytest.mark.parametrize("digest", [weight_files.content_hash, weight_files.pieces_hash, manifest.weight_file])
+@pytest.mark.parametrize("digest", [fingerprints.content_hash, manifest.weight_file])
 def test_to_hash_a_file_takes_no_memory_of_its_size(digest, tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(4, 2**20)}, path)
@@ -84,7 +84,7 @@ def test_of_large_weight_files_every_tensor_counts(folder, monkeypatch):
     weights = {name: torch.zeros(size) for name, size in sizes.items()}
     save_file(weights, folder / "model.safetensors")
     marks = {mark(folder)}  # all of it
-    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
+    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 2**20)
     marks.add(mark(folder))
     for name in sizes:
         for part in weights[name].chunk(10):
@@ -93,21 +93,6 @@ def test_of_large_weight_files_every_tensor_counts(folder, monkeypatch):
             marks.add(mark(folder))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert len({*marks, mark(folder)}) == 2 + 3 * 10 + 1
-
-
-def test_a_model_is_found_again_by_the_fingerprint_of_older_versions(folder, complete, monkeypatch):
-    """It read 64 MiB of a large file, so that what was recorded says less, but it is still what was recorded."""
-    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
-    weights = {"first.weight": torch.zeros(500_000)}
-    save_file(weights, folder / "model.safetensors")
-    source = resolve(str(folder))
-    config = load_config(source)
-    older = weight_files.folder_fingerprint(folder, weight_files.pieces_hash)
-    assert older != mark(folder)
-    assert loading.is_model_of(older, source, config) and loading.is_model_of(mark(folder), source, config)
-    weights["first.weight"][0] = 1
-    save_file(weights, folder / "model.safetensors")
-    assert not loading.is_model_of(older, source, config)
 
 
 def test_what_is_no_file_does_not_count(complete, folder):
@@ -153,8 +138,6 @@ def test_tokens_beside_a_tokenizer_count_where_transformers_reads_them(folder, n
             tokenizer = loading.load_tokenizer(source)
             read.append((tokenizer.bos_token, tuple(tokenizer.get_added_vocab())))
             marks.append(mark(folder))
-        older = weight_files.folder_fingerprint(folder, weight_files.content_hash, beside=False)
-        assert (older == mark(folder)) == bool(decoder) and loading.is_model_of(older, source, load_config(source))
     assert read[0] != read[1] and marks[0] != marks[1]
     assert read[2] == read[3] and marks[2] == marks[3]
 

@@ -15,7 +15,7 @@ import tune_prune
 from tests.conftest import build_tiny
 from tests.models.conftest import SIZES, saved
 from tests.search_folders import data_folder
-from tune_prune.checkpoint import origin
+from tune_prune.checkpoint import manifest
 from tune_prune.checkpoint.manifest import IDS_ALONE
 from tune_prune.commands import evaluate, prune
 from tune_prune.core.errors import UserError
@@ -149,4 +149,4 @@ def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, 
     with pytest.raises(
         UserError, match=r"is already pruned, .* of tiny.F32 are removed; start from the original model"
     ):
-        origin.require_dense(source, loading.load_config(source))
+        manifest.require_dense(source, loading.load_config(source))

@@ -161,37 +161,6 @@ def test_a_head_of_its_own_stays_one(kind: gguf.GGMLQuantizationType, noise: flo
     assert "head" not in read.source.found_as
 
 
-def test_what_an_older_version_has_read_is_looked_at_again(
-    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """For it every head that a file stores was one of its own."""
-    twice = rewritten(tiny_file, tmp_path / "twice.gguf", _head_again(Q8_0))
-    own = rewritten(tiny_file, tmp_path / "own.gguf", _head_again(Q8_0, 1.0))
-
-    def mark(source: catalog.ModelSource) -> str:
-        return loading.model_fingerprint(source, loading.load_config(source))
-
-    with monkeypatch.context() as older:
-        older.setattr(convert, "_head_again", lambda about: None)
-        sources = [catalog.resolve(str(file)) for file in (twice, own, tiny_file)]
-        before = [mark(source) for source in sources]
-        for source in sources:
-            record = Path(source.location) / files.RECORD
-            record.write_text(json.dumps({k: v for k, v in json.loads(record.read_text()).items() if k != "head"}))
-    weights = [Path(source.location) / "model.safetensors" for source in sources]
-    states = [path.stat().st_mtime_ns for path in weights]  # an inode may be given anew
-    after = [mark(source) for source in sources]
-    assert after[0] != before[0] and after[1:] == before[1:]
-    assert [path.stat().st_mtime_ns == state for path, state in zip(weights, states, strict=True)] == [
-        False,
-        True,
-        True,
-    ]
-    assert (
-        loading.load_config(sources[0]).tie_word_embeddings and not loading.load_config(sources[1]).tie_word_embeddings
-    )
-
-
 def test_a_file_is_its_content_and_is_read_once(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = catalog.resolve(str(tiny_file))
     assert (first.label, first.name, first.kind) == ("tiny.F32", str(tiny_file), "gguf")

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tune_prune
-from tests.residencies import CASES, WAYS, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
@@ -76,18 +75,6 @@ def test_a_layer_that_adds_nothing_has_none(tiny):
     decoder_layers(model, FAMILIES["llama"])[2].mlp.down_proj.weight.zero_()
     found = collected(model, windows(3))
     assert found[2] == 0 and (found[[0, 1, 3]] > 0.001).all()
-
-
-@pytest.mark.parametrize(("variant", "dtype"), CASES)
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
-def test_streamed_it_has_the_same_bits(tiny, variant, way, dtype, tmp_path):
-    model, samples, statistic = tiny(variant, dtype), windows(7), load_statistic("block_influence")
-    needs, family = [Need("block_influence", "", count) for count in (3, 7)], FAMILIES[model.config.model_type]
-    held, residency = in_way(model, way, tmp_path)
-    whole = statistic.collect(model, family, samples, needs)
-    found = statistic.collect(held, family, samples, needs, residency)
-    for need in needs:
-        np.testing.assert_array_equal(statistic.value(found[need], need), statistic.value(whole[need], need))
 
 
 @pytest.mark.parametrize(

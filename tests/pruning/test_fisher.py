@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.residencies import WAYS, in_way
 from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense, load_method
-from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import Need, load_statistic
 
 SEQ_LEN = 9
@@ -115,21 +112,6 @@ def test_a_score_is_the_information_per_parameter(tiny, name: str):
             scores.attention[index], information.attention[index] / geometry.group_cost[index]
         )
         np.testing.assert_array_equal(scores.mlp[index], information.mlp[index] / geometry.channel_cost[index])
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
-@pytest.mark.parametrize("name", ["gate_fisher", "fisher"])
-def test_by_layer_and_streamed_it_has_the_same_bits(tiny, name: str, way: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
-    model, samples, statistic = tiny("qwen2"), windows(7), load_statistic(name)
-    needs = [Need(name, "", count) for count in (1, 3, 4, 7)]
-    held, residency = in_way(model, way, tmp_path)
-    whole = statistic.collect(model, FAMILIES["qwen2"], samples, needs)
-    found = statistic.collect(held, FAMILIES["qwen2"], samples, needs, residency)
-    for need in needs:
-        assert whole[need].keys() == found[need].keys()
-        for array in whole[need]:
-            np.testing.assert_array_equal(found[need][array], whole[need][array], err_msg=f"{need} {array}")
 
 
 def test_in_bfloat16_squares_are_summed_in_float64(tiny):

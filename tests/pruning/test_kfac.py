@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.residencies import CASES, WAYS, in_way
+from tests.residencies import in_way
 from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense, load_method
-from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics import kfac as module
 
@@ -143,23 +141,6 @@ def test_what_nothing_goes_into_costs_nothing_and_what_is_not_finite_no_number(t
     assert not found.attention[1].any() and (found.attention[0] > 0).all() and (found.mlp[1] > 0).all()
     layers[2].mlp.up_proj.weight.fill_(float("inf"))
     assert not np.isfinite(collected(model, windows(4)).mlp[2]).any()
-
-
-@pytest.mark.parametrize(("variant", "dtype"), CASES)
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
-def test_by_layer_and_streamed_it_has_the_same_bits(
-    tiny, variant: str, dtype: torch.dtype, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
-    model, samples, statistic = tiny(variant, dtype), windows(7), load_statistic("kfac")
-    needs, family = [Need("kfac", "", count) for count in (1, 3, 4, 7)], FAMILIES[model.config.model_type]
-    held, residency = in_way(model, way, tmp_path)
-    whole = statistic.collect(model, family, samples, needs)
-    found = statistic.collect(held, family, samples, needs, residency)
-    for need in needs:
-        assert whole[need].keys() == found[need].keys()
-        for array in whole[need]:
-            np.testing.assert_array_equal(found[need][array], whole[need][array], err_msg=f"{need} {array}")
 
 
 @pytest.mark.parametrize("way", ["by layer", "streamed"])

@@ -48,28 +48,26 @@ def flat(scores: GroupScores) -> list[float]:
     return [float(value) for part in (*scores.attention, *scores.mlp) for value in part]
 
 
-def test_taylor_is_importance_per_parameter():
-    method = load_method("taylor")
-    assert method.statistics == ("taylor",)
-    expected = [200 / 100, 50 / 100, 5 / 50, 10 / 10, 1 / 10, 2 / 10, 4 / 20, 40 / 20]
-    np.testing.assert_allclose(flat(method.scores(dense({}))), expected)
+PER_PARAMETER = np.array([200 / 100, 50 / 100, 5 / 50, 10 / 10, 1 / 10, 2 / 10, 4 / 20, 40 / 20])
+# What the groups and channels of PER_PARAMETER are multiplied by, from the losses of each kind of removal.
+FORMULAS: dict[str, tuple[tuple[str, ...], dict[str, list[float]], list[float]]] = {
+    "taylor": (("taylor",), {}, [0, 0, 0, 0, 0, 0, 0, 0]),
+    "layerwise": (("taylor", "block_removal:layer"), {"layer": [0.5, 3]}, [0.5, 0.5, 3, 0.5, 0.5, 0.5, 3, 3]),
+    "blockwise": (
+        ("taylor", "block_removal:attention", "block_removal:mlp"),
+        {"attention": [0.1, 0.2], "mlp": [0.3, 4]},
+        [0.1, 0.1, 0.2, 0.3, 0.3, 0.3, 4, 4],
+    ),
+}
 
 
-def test_layerwise_multiplies_by_the_whole_layers_loss():
-    method = load_method("layerwise")
-    assert method.statistics == ("taylor", "block_removal:layer")
-    first, second = math.log(1 + 0.5), math.log(1 + 3.0)
-    expected = [2 * first, 0.5 * first, 0.1 * second, 1 * first, 0.1 * first, 0.2 * first, 0.2 * second, 2 * second]
-    np.testing.assert_allclose(flat(method.scores(dense({"layer": [0.5, 3.0]}))), expected)
-
-
-def test_blockwise_multiplies_by_the_groups_own_blocks_loss():
-    method = load_method("blockwise")
-    assert method.statistics == ("taylor", "block_removal:attention", "block_removal:mlp")
-    a0, a1, m0, m1 = (math.log(1 + d) for d in (0.1, 0.2, 0.3, 4.0))
-    expected = [2 * a0, 0.5 * a0, 0.1 * a1, 1 * m0, 0.1 * m0, 0.2 * m0, 0.2 * m1, 2 * m1]
-    increase = {"attention": [0.1, 0.2], "mlp": [0.3, 4.0]}
-    np.testing.assert_allclose(flat(method.scores(dense(increase))), expected)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_it_is_the_formula(name):
+    statistics, increase, losses = FORMULAS[name]
+    method = load_method(name)
+    assert method.statistics == statistics
+    factors = np.log1p(losses) if increase else np.ones(8)
+    np.testing.assert_allclose(flat(method.scores(dense(increase))), PER_PARAMETER * factors)
 
 
 @pytest.mark.parametrize("name", ["layerwise", "blockwise"])

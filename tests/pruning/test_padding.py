@@ -14,7 +14,7 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning import padding
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.surgery import prune
+from tune_prune.pruning.surgery import cut, prune
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
@@ -28,8 +28,8 @@ def test_outputs_stay_and_shared_tensors_too(variant, tiny):
     dense = tiny(variant)
     family = family_of(dense.config.model_type)
     before = {name: p.clone() for name, p in dense.named_parameters()}
-    plain, padded = (prune(dense, family, PLAN) for _ in range(2))
-    padding.pad(padded, family, 8)
+    plain = prune(dense, family, PLAN)
+    padded = padding.pad(cut(dense, family, PLAN), family, 8).in_memory()
     widths = [
         family.linears(layer)["gate"].out_features
         for layer in decoder_layers(padded, family)
@@ -60,9 +60,9 @@ def test_log_probabilities_stay_in_every_type_and_the_plan_counts(variant, tiny,
     )
     plan = select(scores.per_parameter(geometry), geometry, 0.3)
     assert any(len(kept) % 64 for kept in plan.kept_channels)
-    plain, padded = (prune(dense, family, plan) for _ in range(2))
+    plain = prune(dense, family, plan)
+    padded = padding.pad(cut(dense, family, plan), family, 64).in_memory()
     left = sum(p.numel() for p in plain.parameters())
-    padding.pad(padded, family, 64)
     filled = sum(
         -len(kept) % 64 * cost for kept, cost in zip(plan.kept_channels, geometry.channel_cost, strict=True) if kept
     )
@@ -88,11 +88,8 @@ def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch, way):
     plain = run_trial(config, context).metrics
     monkeypatch.setattr(padding, "MULTIPLE", {"cpu": 64})
     widths = []
-    monkeypatch.setattr(
-        padding,
-        "pad",
-        lambda model, family, multiple, pad=padding.pad: (pad(model, family, multiple), widths.append(model)),
-    )
+    pad = padding.pad
+    monkeypatch.setattr(padding, "pad", lambda sketch, *rest: widths.append(sketch.model) or pad(sketch, *rest))
     padded = run_trial(config, padded_context).metrics
     *_, model = widths  # streamed: the first trial makes its copy again behind the two passes of the dense model
     assert len(widths) <= 3

@@ -21,7 +21,7 @@ from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.compensation.recovery import Recovery, State, lora
-from tune_prune.pruning.surgery import Changes, prune, pruned_weights
+from tune_prune.pruning.surgery import Changes, cut, prune
 
 STEPS, RATE, RANK, SEED = 3, 0.01, 8, 5
 Make = Callable[..., PreTrainedModel]
@@ -122,11 +122,12 @@ def test_every_way_to_hold_the_model_gives_the_same_bits(
     results = []
     for way in WAYS:
         empty, residency = in_way(dense, way, tmp_path)
-        pruned = prune(empty, family, plan)
+        pruned = cut(empty, family, plan, residency.weights)
         if residency.weights is not None:
-            weights = pruned_weights(empty, family, plan, residency.weights)
-            residency = Residency(weights, residency.device, residency.states, residency.spill_folder)
-        results.append(lora(pruned, family, windows, states, STEPS, RATE, RANK, SEED, residency))
+            residency = Residency(pruned.weights, residency.device, residency.states, residency.spill_folder)
+        else:
+            pruned.in_memory()
+        results.append(lora(pruned.model, family, windows, states, STEPS, RATE, RANK, SEED, residency))
     first = results[0]
     assert first.after != first.before and len(first.updates) > 7
     for other in results[1:]:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from tests.residencies import CASES, WAYS, in_way
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.compensation import refit
 from tune_prune.pruning.compensation.refit import Refit, least_squares
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.passes import batches
-from tune_prune.pruning.surgery import Changes, prune, pruned_weights
+from tune_prune.pruning.surgery import Changes, prune
 
 SEQ_LEN = 12
 WIDTH = 12  # of a KV group of the tiny models: two query heads of 6
@@ -121,7 +120,7 @@ def test_weights_are_those_of_numpy(tiny, variant, name):
     assert seen == len(found.blocks) and seen >= 3
 
 
-@pytest.mark.parametrize(("variant", "dtype"), CASES)
+@pytest.mark.parametrize(("variant", "dtype"), CASES[-4:])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
 def test_every_way_to_hold_the_model_gives_the_same_bits(tiny, variant, way, dtype, tmp_path):
     model = tiny(variant, dtype)
@@ -135,21 +134,16 @@ def test_every_way_to_hold_the_model_gives_the_same_bits(tiny, variant, way, dty
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_copy_and_its_lazy_weights_have_the_refitted_ones(tiny):
+def test_the_copy_has_the_refitted_weights(tiny):
     model = tiny("qwen2")
     family, plan = FAMILIES["qwen2"], plan_of(model)
     found = refitted(model, plan, windows())
     copy, plain = (prune(model, family, plan, weights) for weights in (Changes(found.weights), Changes()))
-    weights = dict(model.state_dict())
-    lazy = pruned_weights(model, family, plan, LazyWeights(weights, weights.__getitem__), Changes(found.weights))
     assert found.weights
     for name, p in copy.named_parameters():
-        assert torch.equal(p, lazy[name]), name
         assert torch.equal(p, found.weights.get(name, dict(plain.named_parameters())[name])), name
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    assert all(
-        torch.equal(p, before[name]) for name, p in tiny("qwen2").named_parameters()
-    )  # the dense one is as it was
+    for one, other in zip(model.parameters(), tiny("qwen2").parameters(), strict=True):
+        assert torch.equal(one, other)  # the dense model is as it was
 
 
 def test_a_refit_brings_outputs_nearer_to_the_dense_model(tiny):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.residencies import CASES, WAYS, in_way
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
@@ -60,6 +61,22 @@ class TestEveryStatistic:
             for array in alone:
                 part = stored[array][..., : alone[array].shape[-1]]
                 np.testing.assert_array_equal(part, alone[array], err_msg=f"{need} {array}")
+
+    @pytest.mark.parametrize(("variant", "dtype"), CASES[-4:])
+    @pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
+    def test_in_every_way_to_hold_the_model_it_has_the_same_bits(
+        self, tiny, monkeypatch, name, variant, dtype, way, tmp_path
+    ):
+        monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+        model, samples, statistic = tiny(variant, dtype), windows(7), load_statistic(name)
+        held, residency = in_way(model, way, tmp_path)
+        (wanted,) = by_statistic(needs_of(name, 1, 3, 4, 7)).values()
+        whole = statistic.collect(model, family_of(model), samples, wanted)
+        found = statistic.collect(held, family_of(model), samples, wanted, residency)
+        for need in wanted:
+            assert whole[need].keys() == found[need].keys()
+            for array in whole[need]:
+                np.testing.assert_array_equal(found[need][array], whole[need][array], err_msg=f"{need} {array}")
 
     def test_its_key_tells_apart_what_differs(self, name):
         statistic = load_statistic(name)

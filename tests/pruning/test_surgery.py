@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import PreTrainedModel, StaticCache
 
-from tests.residencies import in_way
-from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.hidden_states import KeptStates, SpilledStates
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.surgery import Changes, prune, pruned_weights
+from tune_prune.pruning.surgery import Changes, prune
 
 LAYERS, GROUPS, CHANNELS, HEAD_DIM, QUERIES_PER_KV = 4, 4, 40, 6, 2
 TOLERANCE = 1e-10
@@ -225,25 +222,6 @@ def test_generate_runs_on_a_pruned_model(tiny):
         for _ in range(generated.shape[1] - ids.shape[1]):
             greedy = torch.cat([greedy, pruned(input_ids=greedy, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(generated, greedy)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_that_are_cut_when_they_are_asked_for_are_those_of_the_pruned_model(tiny, variant, keep, dtype):
-    """Parameter by parameter, and what they compute."""
-    model = tiny(variant, dtype)
-    family = FAMILIES[model.config.model_type]
-    plan = plan_of(model, family, *keep)
-    held, residency = in_way(model, "streamed")
-    assert residency.weights is not None
-    weights = pruned_weights(held, family, plan, residency.weights)
-    pruned, empty = prune(model, family, plan), prune(held, family, plan)
-    parameters = dict(pruned.named_parameters())
-    assert parameters.keys() == dict(empty.named_parameters()).keys() <= set(weights)
-    for name, parameter in parameters.items():
-        assert torch.equal(weights[name], parameter), name
-    text = tokens(1, 61).flatten()
-    found = perplexity(empty, text, 20, residency=replace(residency, weights=weights))
-    assert found == perplexity(pruned, text, 20)
 
 
 @pytest.mark.parametrize("kind", [SpilledStates, KeptStates])

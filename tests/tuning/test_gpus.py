@@ -385,7 +385,7 @@ def test_a_stage_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> N
 def test_to_cut_by_a_plan_takes_no_gpu() -> None:
     config: Any = PruningConfig("random", 8, 8)
     plan = PruningPlan(((0,),), ((0,),), 0, 0, 1)
-    known, unknown = (PruneRequest(None, config, plan=found) for found in (plan, None))
+    known, unknown = (PruneRequest(run=None, config=config, plan=found) for found in (plan, None))
     assert prune.device_of(known) == prune.device_of(known, "cpu") == "cpu"
     assert prune.device_of(known, "auto", measure=True) == prune.device_of(unknown) == "auto"
     assert prune.device_of(known, "cuda") == "cuda"

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel, StaticCache
 
-from tune_prune.checkpoint.sizes import aligned, row_label
+from tune_prune.checkpoint.layers import aligned, row_label
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.speed_records import Relative, relative
@@ -84,7 +84,7 @@ def measure(
     batch_size: int = 1,
     repeats: int = 5,
 ) -> dict[str, GenerationSpeed]:
-    """The speed of each of `models`, which are loaded, in eval mode and take the same tokens, by name.
+    """Return the speed of each of `models`, which are loaded, in eval mode and take the same tokens, by name.
 
     Where prompt and new tokens go beyond max_position_embeddings, the prompt is shortened (and new tokens to half of the
     positions). Raises UserError for a model with room for less than a prompt and a new token, ValueError for a number
@@ -122,7 +122,7 @@ def measure(
 
 
 def lengths(configs: Iterable[PretrainedConfig], prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-    """Prompt and new tokens that all models of these `configs` have positions for. Raises UserError."""
+    """Return prompt and new tokens that all models of these `configs` have positions for. Raises UserError."""
     limit = min(int(config.max_position_embeddings) for config in configs)
     if limit < 2:
         raise UserError(
@@ -135,8 +135,8 @@ def lengths(configs: Iterable[PretrainedConfig], prompt_tokens: int, new_tokens:
 
 
 def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up: bool, graph: bool) -> _Turn:
-    """One prefill of `prompt` [batch, time] and `new_tokens` steps, with `graph` as CUDA graphs. On a CPU memory is followed in the
-    warm-up, as that takes time; on a GPU after it, when the libraries' workspaces are there."""
+    """Time one prefill of `prompt` [batch, time] and `new_tokens` steps, with `graph` as CUDA graphs. On a CPU memory is followed
+    in the warm-up, as that takes time; on a GPU after it, when the libraries' workspaces are there."""
     device = model.device
     prompt = prompt.to(device)
     on_gpu = device.type == "cuda"
@@ -155,7 +155,8 @@ def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up
 
 @torch.inference_mode()
 def _seconds(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Of the prefill, and of all decoding steps. The model makes the cache that its layers need (a DynamicCache)."""
+    """Return the seconds of the prefill, and of all decoding steps. The model makes the cache that its layers need (a
+    DynamicCache)."""
     started = _now(model.device)
     output = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
     prefilled = _now(model.device)
@@ -166,7 +167,7 @@ def _seconds(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> t
 
 
 def _captured(model: PreTrainedModel, prompt: torch.Tensor) -> bool:
-    """Whether its decoding steps can be CUDA graphs: tried, as that is up to what transformers does in a step."""
+    """Return whether its decoding steps can be CUDA graphs: tried, as that is up to what transformers does in a step."""
     kinds = getattr(model.config, "layer_types", None) or []
     sliding = "sliding_attention" in kinds or (not kinds and getattr(model.config, "sliding_window", None) is not None)
     if model.device.type != "cuda" or sliding:
@@ -185,8 +186,8 @@ def _captured(model: PreTrainedModel, prompt: torch.Tensor) -> bool:
 def _static_seconds(
     model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, captured: Callable[[Step], Step]
 ) -> tuple[float, float]:
-    """As `_seconds`, with a static cache, whose tensors stay where they are, and a step that `captured` may run once and then gives
-    in the form that is timed."""
+    """Return seconds as `_seconds` does, with a static cache, whose tensors stay where they are, and a step that `captured` may run
+    once and then gives in the form that is timed."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + new_tokens + 1)
     started = _now(model.device)
     logits = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -240,7 +241,7 @@ class _LiveTensors(TorchDispatchMode):
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
-    """Of every distinct parameter."""
+    """Return the bytes of every distinct parameter."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
@@ -252,7 +253,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:
-    """The speeds of several models in aligned columns, each number with its ratio to the first row's (the original) and the
+    """Return the speeds of several models in aligned columns, each number with its ratio to the first row's (the original) and the
     lowest and highest ratio of a round, and a line that says what was measured."""
     names = list(rows)
     first = rows[names[0]]
@@ -267,12 +268,12 @@ def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:
         table.append(["", *(f"{value / values[0]:.2f}x" for value in values)])
         rounds = [getattr(one, seconds) if seconds else () for one in rows.values()]
         if all(rounds) and len(rows) > 1:
-            table.append(["", "", *(spread(relative(rounds[0], own)) for own in rounds[1:])])
+            table.append(["", "", *(spread(relative(rounds[0], seconds_of)) for seconds_of in rounds[1:])])
     return "\n".join([*aligned([list(row) for row in zip(*table, strict=True)]), conditions(first)])
 
 
 def verdict_of(rows: Mapping[str, GenerationSpeed]) -> str:
-    """`speed`, for the screen: the last of several models beside the first, in words."""
+    """Return the line `speed` for the screen: the last of several models beside the first, in words."""
     first, last = (list(rows.values())[place] for place in (0, -1))
     ratios = []
     for name in ("prefill", "decode"):
@@ -283,12 +284,12 @@ def verdict_of(rows: Mapping[str, GenerationSpeed]) -> str:
 
 
 def verdict(prefill: Relative, decode: Relative) -> str:
-    """Both in words: 12% faster at prefill (reading the prompt), about as fast at decode (writing the answer)."""
+    """Return both in words: 12% faster at prefill (reading the prompt), about as fast at decode (writing the answer)."""
     return f"{in_words(prefill)} at prefill (reading the prompt), {in_words(decode)} at decode (writing the answer)"
 
 
 def in_words(ratio: Relative) -> str:
-    """How fast beside the original; where some rounds were faster and others slower, neither is said."""
+    """Return how fast beside the original; where some rounds were faster and others slower, neither is said."""
     if ratio.lowest <= 1 <= ratio.highest:
         return "about as fast" if ratio.highest < _ALIKE * ratio.lowest else "not clearly faster or slower"
     if abs(ratio.value - 1) < 0.005:
@@ -299,17 +300,17 @@ def in_words(ratio: Relative) -> str:
 
 
 def spread(ratio: Relative) -> str:
-    """From the lowest to the highest ratio of a round."""
+    """Return the range from the lowest to the highest ratio of a round."""
     return f"({ratio.lowest:.2f} to {ratio.highest:.2f})"
 
 
 def rate(value: float) -> str:
-    """A measured number with what is worth printing: 12,345, 123, 12.3."""
+    """Return a measured number with what is worth printing: 12,345, 123, 12.3."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def conditions(speed: GenerationSpeed) -> str:
-    """How a speed was measured, as one line."""
+    """Return how a speed was measured, as one line."""
     return (
         f"prompt of {speed.prompt_tokens:,} tokens, {speed.new_tokens:,} new tokens, batch size {speed.batch_size}, "
         f"median of {speed.repeats}, {speed.dtype} on {speed.device}"

@@ -1,7 +1,8 @@
-"""What is left of a model's layers: widths, layers that are dropped, and the configs that state them.
+"""Layers as a checkpoint has them: their widths, empty layers dropped, and the config and class that state what is left.
 
 A layer that has lost both its blocks passes its input on, so it is dropped and those behind it are renumbered; unless
-biases of its last projections remain, which it still adds.
+biases of its last projections remain, which it still adds. Where layers differ, the format hf-padded fills every one with zeros
+to the widest: the logits stay the same, and part of the smaller size is lost.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import LAYER_LISTS, Family, decoder_layers
+from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.pruned import modeling_tune_prune
 from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
 from tune_prune.models.registration import STEMS, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.surgery import NONE, Changes, prune, pruned_weights
+from tune_prune.pruning.padding import zero_filled
+from tune_prune.pruning.surgery import Sketch
 
 
 @dataclass(frozen=True)
@@ -36,31 +39,36 @@ class LayerWidths:
 
     @property
     def skip(self) -> list[str]:
-        """Names of the blocks that are gone, as configs say it."""
+        """Return the names of the blocks that are gone, as configs say it."""
         return [kind for kind, size in zip(BLOCKS, (self.kv_heads, self.channels), strict=True) if not size]
 
 
-def compact(
-    model: PreTrainedModel, family: Family, plan: PruningPlan, changes: Changes = NONE
-) -> tuple[PreTrainedModel, list[int]]:
-    """The pruned copy of the dense `model` without its empty layers, and their numbers in the dense model. It shares
-    every untouched tensor with `model`. Raises ValueError if the plan is for another model."""
-    pruned = prune(model, family, plan, changes)
-    layers = decoder_layers(pruned, family)
+def compact(pruned: Sketch, family: Family) -> tuple[Sketch, list[int]]:
+    """Drop the empty layers of a pruned model; returns the numbers that they had, too."""
+    layers = decoder_layers(pruned.model, family)
     dropped = [index for index, layer in enumerate(layers) if not _outputs(layer, family)]
-    if dropped:
-        kept = [index for index in range(len(layers)) if index not in dropped]
-        parent = cast(Any, pruned.get_submodule(family.layers.rpartition(".")[0]))
-        setattr(parent, family.layers.rpartition(".")[2], nn.ModuleList(layers[index] for index in kept))
-        for number, index in enumerate(kept):
-            attention = layers[index].get_submodule(family.attention)
-            if not isinstance(attention, RemovedBlock):
-                cast(Any, attention).layer_idx = number  # its place in the cache
-        pruned.config.num_hidden_layers = len(kept)
-        for name in LAYER_LISTS:
-            if (values := getattr(pruned.config, name, None)) is not None:
-                setattr(pruned.config, name, [values[index] for index in kept])
-    return pruned, dropped
+    if not dropped:
+        return pruned, dropped
+    kept = [index for index in range(len(layers)) if index not in dropped]
+    parent = cast(Any, pruned.model.get_submodule(family.layers.rpartition(".")[0]))
+    setattr(parent, family.layers.rpartition(".")[2], nn.ModuleList(layers[index] for index in kept))
+    for number, index in enumerate(kept):
+        attention = layers[index].get_submodule(family.attention)
+        if not isinstance(attention, RemovedBlock):
+            cast(Any, attention).layer_idx = number  # its place in the cache
+    config, prefix = pruned.model.config, f"{family.layers}."
+    config.num_hidden_layers = len(kept)
+    for name in LAYER_LISTS:
+        if (values := getattr(config, name, None)) is not None:
+            setattr(config, name, [values[index] for index in kept])
+
+    def find(name: str) -> torch.Tensor:
+        if name.startswith(prefix):
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            name = f"{prefix}{kept[int(number)]}.{rest}"
+        return pruned.weights[name]
+
+    return Sketch(pruned.model, LazyWeights(pruned.model.state_dict(), find)), dropped
 
 
 def check_plan(plan: PruningPlan, dense: LoadedModel) -> None:
@@ -88,38 +96,14 @@ def check_plan(plan: PruningPlan, dense: LoadedModel) -> None:
             )
 
 
-def compact_weights(
-    dense: LoadedModel,
-    plan: PruningPlan,
-    pruned: PreTrainedModel,
-    dropped: Sequence[int],
-    changes: Changes = NONE,
-) -> Mapping[str, torch.Tensor] | None:
-    """The weights of `pruned`, `compact`'s copy, where those of `dense` are elsewhere; each is cut when it is asked for. None: the
-    copy itself has them."""
-    if dense.residency.weights is None:
-        return None
-    weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights, changes)
-    kept = [index for index in range(dense.geometry.num_layers) if index not in dropped]
-    layers = f"{dense.family.layers}."
-
-    def find(name: str) -> torch.Tensor:
-        if name.startswith(layers):
-            number, _, rest = name.removeprefix(layers).partition(".")
-            name = f"{layers}{kept[int(number)]}.{rest}"
-        return weights[name]
-
-    return LazyWeights(pruned.state_dict(), find)
-
-
 def _outputs(layer: nn.Module, family: Family) -> Sequence[nn.Parameter]:
-    """The parameters by which a layer adds anything to what it passes on."""
+    """Return the parameters by which a layer adds anything to what it passes on."""
     return [p for name in (family.attention, family.mlp) for p in layer.get_submodule(name).parameters()]
 
 
 def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
-    """The sizes of every layer, read off its modules."""
-    found = []
+    """Return the sizes of every layer, read off its modules."""
+    sizes = []
     for layer in decoder_layers(model, family):
         attention, mlp = (layer.get_submodule(name) for name in (family.attention, family.mlp))
         heads = kv_heads = channels = 0
@@ -129,17 +113,17 @@ def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
             kv_heads = cast(nn.Linear, attention.get_submodule(family.key)).out_features // head_dim
         if not isinstance(mlp, RemovedBlock):
             channels = cast(nn.Linear, mlp.get_submodule(family.gate)).out_features
-        found.append(LayerWidths(heads, kv_heads, channels))
-    return tuple(found)
+        sizes.append(LayerWidths(heads, kv_heads, channels))
+    return tuple(sizes)
 
 
 def is_uniform(sizes: Sequence[LayerWidths], stock_kv_heads: Sequence[int]) -> bool:
-    """Whether the family's own config can state these sizes. `stock_kv_heads`: numbers of KV heads that it can state."""
+    """Return whether the family's own config can state these sizes. `stock_kv_heads`: numbers of KV heads that it can state."""
     return len(set(sizes)) == 1 and not sizes[0].skip and sizes[0].kv_heads in stock_kv_heads
 
 
 def stock_config(config: PretrainedConfig, size: LayerWidths, head_dim: int) -> PretrainedConfig:
-    """A config of the dense family in which every layer has that size."""
+    """Return a config of the dense family in which every layer has that size."""
     fields = _plain(config) | {
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.kv_heads,
@@ -150,7 +134,7 @@ def stock_config(config: PretrainedConfig, size: LayerWidths, head_dim: int) -> 
 
 
 def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_dim: int) -> PretrainedConfig:
-    """The config of a checkpoint whose layers differ: the dense family's fields at their old values, and what each layer
+    """Return the config of a checkpoint whose layers differ: the dense family's fields at their old values, and what each layer
     has instead."""
     per_layer: dict[str, dict[str, Any]] = {}
     for index, size in enumerate(sizes):
@@ -179,33 +163,157 @@ def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_d
 
 
 def pruned_class(model_type: str) -> type[PreTrainedModel]:
-    """The class of pruned checkpoints of a dense family."""
+    """Return the class of pruned checkpoints of a dense family."""
     register()  # its files are saved with its models
     return getattr(modeling_tune_prune, f"Pruned{STEMS[model_type]}ForCausalLM")
 
 
 def _plain(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of a config without what it says about its own class and origin."""
+    """Return the fields of a config without what it says about its own class and origin."""
     fields = copy.deepcopy(config.to_dict())
     for name in ("model_type", "architectures", "auto_map", "_name_or_path", "transformers_version"):
         fields.pop(name, None)
     return fields
 
 
-def build(model_class: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel) -> PreTrainedModel:
-    """A model of `model_class` with the parameters of `model` itself, not copies. Raises RuntimeError where names or
-    shapes differ."""
+def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: Geometry, fmt: str) -> Sketch:
+    """Return a pruned model, whose empty layers are dropped, as its files describe it: of the class of `dense` where the family's
+    config can state its widths or where (format "hf-padded") zeros fill every layer up to the widest, else of an own class.
+    `geometry`: that of `dense`."""
+    sizes = widths(pruned.model, family)
+    config, model_class, weights = pruned.model.config, type(dense), pruned.weights
+    if is_uniform(sizes, geometry.uniform_kv_heads):
+        config = stock_config(config, sizes[0], geometry.head_dim)
+    elif fmt == "hf-padded":
+        config = stock_config(config, _widest(sizes, geometry), geometry.head_dim)
+    else:
+        config = pruned_config(config, sizes, geometry.head_dim)
+        model_class = pruned_class(family.model_type)
     with torch.device("meta"):
-        built = cast(PreTrainedModel, cast(Any, model_class)._from_config(config, dtype=model.dtype))
-    built.load_state_dict(model.state_dict(), strict=True, assign=True)
-    take_buffers(built, model)
-    built.tie_weights()
-    built.generation_config = copy.deepcopy(model.generation_config)
-    return built.eval()
-
-
-def take_buffers(built: nn.Module, model: nn.Module) -> None:
-    """Give `built`, made on the meta device, the buffers of `model`: no state dict has them (rotary frequencies)."""
-    for name, buffer in model.named_buffers():
+        built = cast(PreTrainedModel, cast(Any, model_class)._from_config(config, dtype=pruned.model.dtype))
+    lost = pruned.model.state_dict().keys() - built.state_dict().keys()
+    assert not lost, f"the saved model has no place for {sorted(lost)}"
+    for name, buffer in pruned.model.named_buffers():  # rotary frequencies, which no state dict has
         parent, _, attribute = name.rpartition(".")
         setattr(built.get_submodule(parent), attribute, buffer)
+    built.tie_weights()
+    built.generation_config = copy.deepcopy(pruned.model.generation_config)
+    if fmt == "hf-padded":
+        # A KV group of zeros attends to zeros, and an MLP channel of zeros multiplies them: the logits stay the same.
+        weights = zero_filled(weights, built, family)
+    return Sketch(built.eval().requires_grad_(False), weights)
+
+
+def _widest(sizes: Sequence[LayerWidths], geometry: Geometry) -> LayerWidths:
+    """Return the smallest width that the family's config can state and that holds every layer."""
+    per_kv = next(size.heads // size.kv_heads for size in sizes if size.kv_heads)  # the first layer always has some
+    most = max(size.kv_heads for size in sizes)
+    kv_heads = min(count for count in geometry.uniform_kv_heads if count >= most)
+    return LayerWidths(kv_heads * per_kv, kv_heads, max(1, *(size.channels for size in sizes)))
+
+
+def padded_params(plan: PruningPlan, geometry: Geometry) -> int:
+    """Return the parameters of the padded model that `plan` leaves, to warn before it is written: norms of dropped layers count,
+    too."""
+    layers = [layer for layer, groups in enumerate(plan.kept_groups) if groups or plan.kept_channels[layer]]
+    most = max(len(plan.kept_groups[layer]) for layer in layers)
+    kv_heads = min(count for count in (*geometry.uniform_kv_heads, max(geometry.kv_heads)) if count >= most)
+    channels = max(len(plan.kept_channels[layer]) for layer in layers)
+    costs = (kv_heads * geometry.group_cost[layer] + channels * geometry.channel_cost[layer] for layer in layers)
+    return geometry.total_params - sum(geometry.layer_params) + sum(costs)
+
+
+# How large a model is.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model.
+
+    params              every distinct parameter once: tied embeddings are one
+    weight_bytes        the bytes of those parameters
+    kv_bytes_per_token  keys and values that one more token leaves in the cache of all layers: 2·K·d numbers a layer. A layer
+                        with a sliding window stops growing when its window is full; up to there it costs the same.
+    macs_per_token      multiply-accumulates of all projections and the head for one token, i.e. one per weight. The head
+                        counts where it is tied, too; embeddings (a look-up), norms and attention scores (they grow with the
+                        context) do not.
+
+    A block without channels left is as one that is gone. Check values for Llama-3-8B in bfloat16: 8,030,261,248 parameters, 131,072
+    KV bytes (32 layers x 8 KV heads x 128 x 2 x 2 bytes), 7,504,658,432 MACs.
+    """
+
+    params: int
+    weight_bytes: int
+    kv_bytes_per_token: int  # of one sequence
+    macs_per_token: int
+
+
+def sizes(model: PreTrainedModel, family: Family, dtype: torch.dtype | None = None) -> Sizes:
+    """Return the sizes of `model`, whose layers may have lost blocks. Its weights and its cache are counted in `dtype`; by default
+    weights as they are, the cache in the dtype of the projections that fill it."""
+    params = list(model.parameters())  # each once, however many modules share it
+    cache_bytes = macs = 0
+    for layer in decoder_layers(model, family):
+        parts = _projections(layer, family)
+        macs += sum(weight.numel() for weight in parts.values())
+        for role in ("key", "value"):
+            if role in parts:
+                cache_bytes += parts[role].shape[0] * (dtype or parts[role].dtype).itemsize
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "every family has a linear head"
+    return Sizes(
+        params=sum(p.numel() for p in params),
+        weight_bytes=sum(p.numel() * (dtype or p.dtype).itemsize for p in params),
+        kv_bytes_per_token=cache_bytes,
+        macs_per_token=macs + head.weight.numel(),
+    )
+
+
+def _projections(layer: nn.Module, family: Family) -> dict[str, torch.Tensor]:
+    """Return the weights [out, in] of those projections that a layer still has, by role."""
+    modules = dict(layer.named_modules())
+    weights = {role: getattr(modules.get(path), "weight", None) for role, path in family.projections().items()}
+    return {role: weight for role, weight in weights.items() if weight is not None}
+
+
+def size_table(rows: Mapping[str, Sizes], disk_bytes: Mapping[str, int]) -> str:
+    """Return the sizes of several models in aligned columns, each number with its share of the first row's (the original).
+
+    `disk_bytes` are the bytes of the weight files, by row; a row that has none there gets a dash,
+    and without any there is no such column."""
+    names = list(rows)
+    columns: list[tuple[str, list[int | None]]] = [
+        ("parameters", [rows[name].params for name in names]),
+        ("bytes on disk", [disk_bytes.get(name) for name in names]),
+        ("cache bytes/token", [rows[name].kv_bytes_per_token for name in names]),
+        ("multiply-adds/token", [rows[name].macs_per_token for name in names]),
+    ]
+    table = [["", *map(row_label, names)]]
+    for title, values in columns:
+        if not any(values):
+            continue
+        table.append([title, *("-" if value is None else f"{value:,}" for value in values)])
+        table.append(["", *(share(value, values[0]) for value in values)])
+    return "\n".join(aligned([list(row) for row in zip(*table, strict=True)]))
+
+
+def row_label(name: str) -> str:
+    """Return how a person calls a row of `Manifest.sizes`."""
+    return {"dense": "original"}.get(name, name)
+
+
+def share(value: float | None, whole: float | None) -> str:
+    """Return `value` in percent of `whole`: 80.0%; a dash where that is not known."""
+    return "-" if value is None or not whole else f"{100 * value / whole:.1f}%"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows in columns: the first `left` flush left, numbers right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if column < left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

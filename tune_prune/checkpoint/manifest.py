@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import __version__
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
-from tune_prune.checkpoint.sizes import Sizes
+from tune_prune.checkpoint.layers import Sizes
 from tune_prune.core import terminal
 from tune_prune.core.config import REFITTED, TRAINED, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -29,7 +31,8 @@ from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hyperparameters import renamed
 from tune_prune.core.validation import Count, Indices, Number, Positive, Text, validated
 from tune_prune.data.sources import MeasuredOn
-from tune_prune.models import loading, weight_files
+from tune_prune.models import hub, loading, unsupported, weight_files
+from tune_prune.models.catalog import ModelSource
 from tune_prune.models.gguf.files import GgufOrigin
 from tune_prune.models.registration import PREFIX
 from tune_prune.pruning.groups import PruningPlan
@@ -53,7 +56,7 @@ def _date(text: str) -> str:
 
 @dataclass(frozen=True)
 class Base:
-    """The dense model that was pruned."""
+    """A dense model that was pruned."""
 
     model: Text  # hub id, name of a GGUF file or of its package, or label
     label: Text
@@ -62,7 +65,7 @@ class Base:
     model_type: Text
     params: Positive
     layers: Positive
-    license: dict[str, Text] = field(default_factory=dict)  # see checkpoint/license.py; empty: unknown
+    license: dict[str, Text] = field(default_factory=dict)  # see save.base_license; empty: unknown
     gguf: GgufOrigin | None = None  # the file that its weights were read from, if it was one
 
 
@@ -73,12 +76,28 @@ class WeightFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What tune_prune.json says. Layers are numbered as in the dense model. Raises ValueError where its parts contradict."""
+class Provenance:
+    """A pruned model as it is known before it is made: its configuration and, where a search has tried that, what was measured."""
+
+    config: Annotated[PruningConfig, BeforeValidator(renamed), PlainSerializer(PruningConfig.to_dict)]
+    # The run of the search that measured `metrics`; metrics and baseline as recorded by it (records.py), None: not measured.
+    source: Annotated[ModelRun, PlainSerializer(ModelRun.to_dict)] | None = None
+    metrics: Mapping[str, Number | None] | None = None
+    measured_on: MeasuredOn | None = None  # the data of `metrics`
+    baseline: Mapping[str, Number | None] | None = None  # the dense model's metrics
+
+
+def provenance(about: Provenance) -> dict[str, Any]:
+    """Return the fields of Provenance alone, of what may know more."""
+    return {field.name: getattr(about, field.name) for field in fields(Provenance)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Provenance):
+    """The content of tune_prune.json. Layers are numbered as in the dense model. Raises ValueError where its parts contradict."""
 
     format: Format  # hf: the pruned layers as they are; hf-padded: widened with zeros to one width; gguf: for llama.cpp
     base: Base
-    config: Annotated[PruningConfig, BeforeValidator(renamed), PlainSerializer(PruningConfig.to_dict)]
     plan: Annotated[PruningPlan, PlainValidator(PruningPlan.from_dict), PlainSerializer(PruningPlan.to_dict)]
     structure: Text  # the plan's digest: a plan that was changed by hand is noticed by it
     dropped_layers: Indices  # that lost both parts and are not in the checkpoint
@@ -87,12 +106,6 @@ class Manifest:
     sizes: dict[str, Sizes]  # "dense", "pruned" and, where zeros were added, "padded"
     versions: dict[str, Text]  # package -> version
     created: Annotated[str, AfterValidator(_date)]  # ISO date
-    source: Annotated[ModelRun, PlainSerializer(ModelRun.to_dict)] | None = (
-        None  # of the search that measured `metrics`
-    )
-    metrics: Mapping[str, Number | None] | None = None  # as recorded by the search (records.py); None: not measured
-    measured_on: MeasuredOn | None = None  # what `metrics` were measured on
-    baseline: Mapping[str, Number | None] | None = None  # the same of the dense model
     speed: dict[str, GenerationSpeed] | None = None
     notes: list[str] = field(default_factory=list)  # caveats for users of the files, in sentences
     schema_version: Positive
@@ -123,43 +136,39 @@ class Manifest:
 
     @property
     def for_text(self) -> bool:
-        """Whether programs can give the checkpoint text."""
+        """Return whether programs can give the checkpoint text."""
         return not any(note.endswith(IDS_ALONE) for note in self.notes)
 
     @property
     def refitted(self) -> bool:
-        return self._noted(REFITTED, "were refitted on calibration text")
+        return any(REFITTED in note for note in self.notes)
 
     @property
     def trained(self) -> bool:
-        return self._noted(TRAINED, "was trained towards the dense model's predictions")
-
-    def _noted(self, *words: str) -> bool:
-        """Whether a note has one of them: as it is written, or as older versions have."""
-        return any(word in note for word in words for note in self.notes)
+        return any(TRAINED in note for note in self.notes)
 
     @property
     def base_name(self) -> str:
-        """The dense model as it was named on the command line: alias, hub id, embedded model or absolute folder."""
+        """Return the dense model as it was named on the command line: alias, hub id, embedded model or absolute folder."""
         return self.base.model if self.source is None else self.source.model
 
     @property
     def saved_layers(self) -> tuple[int, ...]:
-        """The dense model's number of each layer of the checkpoint."""
+        """Return the dense model's number of each layer of the checkpoint."""
         return tuple(layer for layer in range(self.base.layers) if layer not in self.dropped_layers)
 
     @property
     def saved_sizes(self) -> Sizes:
-        """Of the model in this folder."""
+        """Return the sizes of the model in this folder."""
         return self.sizes.get("padded", self.sizes["pruned"])
 
     def to_dict(self) -> dict[str, Any]:
-        """For `to_json`."""
+        """Return plain values for `to_json`."""
         return TypeAdapter(Manifest).dump_python(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> Manifest:
-        """The inverse of `to_dict`, also after `to_json`. Raises ValueError that names the field; unknown ones are ignored."""
+        """Return the inverse of `to_dict`, also after `to_json`; skips unknown fields. Raises ValueError that names the field."""
         version = values.get("schema_version") if isinstance(values, Mapping) else None
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise ValueError(
@@ -176,7 +185,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint folder; None where there is none. Raises UserError for a damaged one, with file and
+    """Return the manifest of a checkpoint folder; None where there is none. Raises UserError for a damaged one, with file and
     field."""
     path = folder / MANIFEST
     try:
@@ -193,7 +202,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def weight_file(path: Path) -> WeightFile:
-    """What `files` says of a weight file: its size, and the digest of all its bytes (about a second per GB)."""
+    """Return what `files` says of a weight file: its size, and the digest of all its bytes (about a second per GB)."""
     size, state = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file, terminal.step("checksum", lambda: size, "bytes") as advance:
         while piece := file.read(_PIECE_BYTES):
@@ -254,3 +263,168 @@ def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, wh
 
 def _differs(folder: Path, what: str) -> UserError:
     return UserError(f"checkpoint {folder} is not the one that its {MANIFEST} describes: {what}; {_AGAIN}")
+
+
+# The manifest of a model that a command names, in a folder or a repository of the hub.
+
+
+def find(source: ModelSource, config: PretrainedConfig) -> tuple[Path, Manifest] | None:
+    """Return the manifest of a model and the folder that it describes; None where there is none. Raises UserError.
+
+    Hub models are asked for one only where `config` is of a pruned type, so that others cost no request. Their folder is
+    that of the hub's cache; `verify` fills it.
+    """
+    if source.kind == "hub":
+        if not config.model_type.startswith(PREFIX):
+            return None
+        try:
+            hub.probe(source.location, MANIFEST, _revision(source))
+            folder = _download(source, MANIFEST).parent
+        except EntryNotFoundError:
+            return None
+        except Exception as error:  # the hub client and the network libraries each raise their own kinds
+            raise unsupported.unavailable(source, error, MANIFEST) from error
+    else:
+        folder = Path(source.location)
+    if source.file is not None:  # one that tune_prune has written has its manifest beside it
+        beside = read(source.file.parent)
+        return (source.file.parent, beside) if beside is not None and source.file.name in beside.files else None
+    about = read(folder)
+    return None if about is None else (folder, about)
+
+
+def verify(source: ModelSource, config: PretrainedConfig) -> Manifest | None:
+    """Return the manifest of a model, held against its files; None where there is none. Raises UserError."""
+    place = find(source, config)
+    if place is None:
+        return None
+    folder, about = place
+    if source.kind == "hub":
+        for name in about.files:  # as loading would; now they can be compared
+            try:
+                _download(source, name)
+            except Exception as error:  # as above
+                raise unsupported.unavailable(source, error, name) from error
+    check_checkpoint(folder, about, config, source.file)
+    return about
+
+
+def require_dense(source: ModelSource, config: PretrainedConfig) -> None:
+    """Raise UserError for a checkpoint that was pruned: searching and pruning start from the dense model."""
+    place = find(source, config)
+    if place is not None:
+        about = place[1]
+        raise UserError(
+            f"{source.label} is already pruned, {about.plan.removed_fraction:.1%} of {about.base.label} are removed; start from "
+            f"the original model instead: --model {about.base_name}"
+        )
+    if config.model_type.startswith(PREFIX):
+        raise UserError(
+            f"{source.label} is already pruned (model type {config.model_type}); start from the original model "
+            "that it was made from"
+        )
+
+
+def _revision(source: ModelSource) -> str | None:
+    return hub.commit(source.location, source.revision) or source.revision
+
+
+def _download(source: ModelSource, name: str) -> Path:
+    return Path(huggingface_hub.hf_hub_download(source.location, name, revision=_revision(source)))
+
+
+# Recorded numbers that may stand beside newly measured ones: those that were measured in the same way.
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Recorded numbers that can be compared; None or absent where they cannot, for the reasons in `notes`."""
+
+    ppl: float | None
+    accuracies: dict[str, float]  # by task
+    acc_mean: float | None
+    notes: tuple[str, ...]  # sentences
+    kl: dict[str, float] = field(default_factory=dict)  # to the dense model, by "text" and "tasks"
+
+
+def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Recorded:
+    """Return the recorded numbers that `run`, which measures on `measured_on` (context.measured_on), can be compared with.
+
+    The order of items and the slices do not count: the last slice has all items.
+    """
+    metrics, then, before = manifest.metrics, manifest.source, manifest.measured_on
+    if metrics is None:
+        return _nothing("the checkpoint has no recorded numbers")
+    if then is None or before is None:
+        return _nothing("it is not recorded how they were measured")
+    if before.protocol != measured_on.protocol:
+        return _nothing(
+            f"they were measured by version {before.protocol} of the protocol, these by {measured_on.protocol}"
+        )
+    notes = []
+    ppl = metrics.get("ppl")
+    windows = then.protocol.perplexity_window, run.protocol.perplexity_window
+    if before.text != measured_on.text:
+        ppl = None
+        notes.append("the recorded perplexity is not compared: it was measured on another text")
+    elif windows[0] != windows[1]:
+        ppl = None
+        notes.append(
+            f"the recorded perplexity is not compared: its windows have {windows[0]:,} tokens, these {windows[1]:,}; measure with "
+            f"--perplexity-window {windows[0]} to compare"
+        )
+    bounds = then.protocol.perplexity_tokens, run.protocol.perplexity_tokens
+    if ppl is not None and bounds[0] != bounds[1]:
+        ppl = None
+        again = _again("--perplexity-tokens", bounds[0])
+        notes.append(
+            f"the recorded perplexity is not compared: it was measured on {_tokens(bounds[0])}, this on {_tokens(bounds[1])}; "
+            f"measure {again} to compare"
+        )
+
+    kl = {"text": metrics.get("kl_text")} if ppl is not None else {}  # by the same text, cut in the same way
+
+    accuracies: dict[str, float] = {}
+    limits = then.protocol.limit, run.protocol.limit
+    if limits[0] != limits[1]:
+        again = _again("--limit", limits[0])
+        notes.append(
+            f"the recorded accuracies are not compared: they are over {_items(limits[0])}, these over {_items(limits[1])}; measure "
+            f"{again} to compare"
+        )
+    else:
+        for task, content in measured_on.tasks.items():
+            accuracy = metrics.get(f"acc_{task}")
+            if task not in before.tasks or accuracy is None:
+                notes.append(f"{task} is not compared: it was not recorded")
+            elif before.tasks[task] != content:
+                notes.append(
+                    f"{task} is not compared: its questions or the version of lm-eval have changed since it was recorded"
+                )
+            else:
+                accuracies[task] = accuracy
+    same = set(accuracies) == set(measured_on.tasks) == set(before.tasks)
+    if accuracies and not same:
+        notes.append(f"the recorded mean is not compared: it is over {', '.join(before.tasks)}")
+    if same and then.protocol.tasks == run.protocol.tasks:  # items of the tasks in turn, up to some tokens
+        kl["tasks"] = metrics.get("kl_tasks")
+    if then.dtype != run.dtype:
+        notes.append(f"recorded in {then.dtype}, measured in {run.dtype}: differences by rounding are to be expected")
+    mean, kept = metrics.get("acc_mean") if same else None, {n: value for n, value in kl.items() if value is not None}
+    return Recorded(ppl, accuracies, mean, tuple(notes), kept)
+
+
+def _nothing(reason: str) -> Recorded:
+    return Recorded(None, {}, None, (f"nothing is compared with recorded numbers: {reason}",))
+
+
+def _again(flag: str, value: int | None) -> str:
+    return f"without {flag}" if value is None else f"with {flag} {value}"
+
+
+def _tokens(bound: int | None) -> str:
+    return "the whole text" if bound is None else f"its first {bound:,} tokens"
+
+
+def _items(limit: int | None) -> str:
+    return "all questions" if limit is None else f"at most {limit:,} questions a task"

@@ -13,37 +13,33 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import yaml
+from transformers import AutoModelForCausalLM
 
 from tune_prune import __version__
-from tune_prune.checkpoint import generation_speed, layers, manifest, padded
-from tune_prune.checkpoint.license import LICENSE_FILES, base_license, copy_license_files
-from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
-from tune_prune.checkpoint.sizes import Sizes, sizes
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.checkpoint import card, generation_speed, layers, manifest
+from tune_prune.checkpoint.layers import sizes
+from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, Provenance, WeightFile, provenance
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable
 from tune_prune.core.kinds import plain
 from tune_prune.core.temporary import clear_killed, is_mount_point, renamed_at_the_end
-from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
-from tune_prune.models.families import Family
-from tune_prune.models.geometry import Geometry
 from tune_prune.models.runner.layer_weights import first_non_finite
+from tune_prune.pruning.surgery import Sketch
 from tune_prune.trial.recipe import Recipe
 
+# Of a model card's metadata (https://huggingface.co/docs/hub/model-cards); name and link describe a license "other".
+LICENSE_KEYS = ("license", "license_name", "license_link")
+LICENSE_FILES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 SHARD_BYTES = 5 * 10**9
 # What may be in the folder of a checkpoint: nothing else is replaced together with it.
 WRITTEN = (
@@ -63,21 +59,10 @@ WRITTEN = (
 RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What is known about a pruned model besides its weights; `metrics` and `baseline` as in the ledger's records."""
-
-    config: PruningConfig
-    source: ModelRun | None  # of the search that measured the metrics
-    metrics: Mapping[str, float | None] | None
-    measured_on: MeasuredOn | None  # of the metrics
-    baseline: Mapping[str, float | None] | None
-
-
 def save_checkpoint(
     dense: loading.LoadedModel,
     recipe: Recipe,
-    origin: Origin,
+    about: Provenance,
     folder: Path,
     fmt: Format = "hf",
     *,
@@ -85,11 +70,11 @@ def save_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     measure_speed: bool = False,
 ) -> Manifest:
-    """Prune `dense` by `recipe` and write the result to `folder` in the dtype of `dense`.
+    """Prune `dense` by `recipe` and write the result to `folder` in the dtype of `dense`, one tensor in memory at a time.
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
     `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
-    hold the model. Of a model whose weights are elsewhere one tensor is in memory at a time.
+    hold the model.
     """
     clear_killed(folder)
     check_folder(folder, overwrite)
@@ -98,18 +83,35 @@ def save_checkpoint(
             f"speed is measured on a model that is in memory, but the weights of {dense.source.label} were left in their files; "
             "leave that out, or load the model"
         )
-    plan = recipe.plan
+    plan, family = recipe.plan, dense.family
     layers.check_plan(plan, dense)
     with renamed_at_the_end(folder, overwrite) as work:
-        written = _write(dense, recipe, origin.config, work, fmt, shard_bytes, measure_speed)
-        about = Manifest(
+        pruned, dropped = layers.compact(recipe.sketch(dense), family)
+        _check_float16(dense, pruned)
+        rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned.model, family)}
+        notes = recipe.notes(about.config)
+        if fmt == "gguf":
+            saved = pruned
+            notes += _write_gguf(dense, saved, work)
+        else:
+            saved = layers.as_saved(pruned, dense.model, family, dense.geometry, fmt)
+            _write_hf(dense, saved, work, shard_bytes)
+            if fmt == "hf-padded":
+                rows["padded"] = sizes(saved.model, family)
+        speed = None
+        if measure_speed:
+            speed = generation_speed.measure({"dense": dense.model, [*rows][-1]: saved.in_memory()})
+        written = Manifest(
+            **provenance(about),
             format=fmt,
             base=_base(dense),
-            **vars(origin),
             plan=plan,
             structure=plan.structure,
-            **vars(written),
-            params=written.sizes.get("padded", written.sizes["pruned"]).params,
+            dropped_layers=tuple(dropped),
+            sizes=rows,
+            params=rows.get("padded", rows["pruned"]).params,
+            speed=speed,
+            notes=notes,
             files=_files(work),
             versions={"tune_prune": __version__}
             | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
@@ -117,58 +119,22 @@ def save_checkpoint(
             schema_version=SCHEMA_VERSION,
         )
         copy_license_files(dense.source, work)
-        manifest.write(work, about)
-        from tune_prune.checkpoint.card import model_card  # imports matplotlib, which a search does without
-
-        model_card.write_card(work, about, dense.geometry)
+        manifest.write(work, written)
+        card.write_card(work, written, dense.geometry)
         check_folder(folder, overwrite)  # what somebody has put there meanwhile
-    return about
+    return written
 
 
-@dataclass(frozen=True)
-class _Written:
-    """Fields of the manifest."""
-
-    sizes: dict[str, Sizes]
-    dropped_layers: tuple[int, ...]
-    notes: list[str]
-    speed: dict[str, generation_speed.GenerationSpeed] | None
-
-
-def _write(
-    dense: loading.LoadedModel,
-    recipe: Recipe,
-    config: PruningConfig,
-    work: Path,
-    fmt: Format,
-    shard_bytes: int,
-    measure_speed: bool,
-) -> _Written:
-    """Weights, config and tokenizer of the pruned model, which is gone again afterwards."""
-    geometry, family = dense.geometry, dense.family
-    pruned, dropped = layers.compact(dense.model, family, recipe.plan, recipe.changes)
-    rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
-    weights = layers.compact_weights(dense, recipe.plan, pruned, dropped, recipe.changes)
-    # Of the dtypes, float16 alone holds less than what the base model's files may.
-    if dense.model.dtype == torch.float16 and (name := first_non_finite(weights or dict(pruned.named_parameters()))):
+def _check_float16(dense: loading.LoadedModel, pruned: Sketch) -> None:
+    """Raise UserError where float16, which alone of the dtypes holds less than what the base model's files may, is too narrow."""
+    if dense.model.dtype == torch.float16 and (name := first_non_finite(pruned.weights)):
         raise UserError(
             f"{name} has a weight that is NaN or above 65,504, the most of float16; save with --dtype bfloat16 or float32"
         )
-    notes = recipe.notes(config)
-    if fmt == "gguf":
-        model = pruned
-        notes += _write_gguf(dense, pruned, weights, work)
-    else:
-        model = as_saved(dense.model, pruned, family, geometry, fmt)
-        _write_hf(dense, model, weights, work, shard_bytes)
-        if fmt == "hf-padded":
-            rows["padded"] = sizes(model, family)
-    measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
-    return _Written(rows, tuple(dropped), notes, measured)
 
 
 def shard_bytes_of(gigabytes: float) -> int:
-    """Of the largest weight file. Raises UserError where that is no size of one."""
+    """Return the bytes of the largest weight file. Raises UserError where that is no size of one."""
     gigabytes = plain(gigabytes)
     if type(gigabytes) not in (int, float) or not 0.0001 <= gigabytes <= 1e6:
         raise UserError(f"shard_gb is {gigabytes!r}; it must be a number of gigabytes from 0.0001 to 1e6, e.g. 5")
@@ -212,47 +178,16 @@ def _is_of_checkpoint(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in WRITTEN)
 
 
-def as_saved(
-    dense: PreTrainedModel, pruned: PreTrainedModel, family: Family, geometry: Geometry, fmt: Format
-) -> PreTrainedModel:
-    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where its config can state the widths,
-    else padded or of an own class. `geometry` is that of `dense`."""
-    found = layers.widths(pruned, family)
-    if layers.is_uniform(found, geometry.uniform_kv_heads):
-        config = layers.stock_config(pruned.config, found[0], geometry.head_dim)
-        return layers.build(type(dense), config, pruned)
-    if fmt == "hf-padded":
-        return padded.pad(pruned, family, geometry.uniform_kv_heads, geometry.head_dim)
-    config = layers.pruned_config(pruned.config, found, geometry.head_dim)
-    return layers.build(layers.pruned_class(family.model_type), config, pruned)
-
-
-def _write_hf(
-    dense: loading.LoadedModel,
-    model: PreTrainedModel,
-    weights: Mapping[str, torch.Tensor] | None,
-    folder: Path,
-    shard_bytes: int,
-) -> None:
-    """`weights`: of the pruned model, where `model` itself has none; None: it has them."""
-    try:
-        with loading.bars_as("writing", "files"):  # takes the class files along where there are any
-            model.save_pretrained(folder, max_shard_size=shard_bytes, state_dict=None if weights is None else {})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))  # of a full disk, e.g.: it is no OSError
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
-    if weights is not None:
-        filled = padded.padded_weights(model, dense.family, weights, torch.device("cpu"))
-        weight_files.write_weights(folder, model, filled, shard_bytes)
-    if type(model) is type(dense.model):
+def _write_hf(dense: loading.LoadedModel, saved: Sketch, folder: Path, shard_bytes: int) -> None:
+    saved.model.save_pretrained(folder, state_dict={})  # takes the class files along where there are any
+    weight_files.write_weights(folder, saved.model, saved.weights, shard_bytes)
+    if type(saved.model) is type(dense.model):
         _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):
         path.chmod(0o666 & ~_umask())  # safetensors writes them for their owner alone
-    _write_tokenizer(dense, folder, stock="auto_map" not in model.config.to_dict())
+    _write_tokenizer(dense, folder, stock="auto_map" not in saved.model.config.to_dict())
     with torch.device("meta"):
-        again = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
+        again = AutoModelForCausalLM.from_config(saved.model.config, trust_remote_code=False)
     weight_files.check_weights(folder, again)
 
 
@@ -275,7 +210,7 @@ def _umask() -> int:
 
 
 def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> None:
-    """The base model's tokenizer as it came. An own model type drops a reference to code that it may carry: AutoTokenizer
+    """Write the base model's tokenizer as it came. An own model type drops a reference to code that it may carry: AutoTokenizer
     would look for that code here."""
     tokenizer = loading.original_tokenizer(dense.source)
     tokenizer.save_pretrained(folder)
@@ -286,20 +221,21 @@ def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> N
     if values.get("tokenizer_class") == "TokenizersBackend":
         values["tokenizer_class"] = "PreTrainedTokenizerFast"  # its name in transformers 4, which 5 knows, too
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    own, path = _own_tokenizer_file(dense.source), folder / "tokenizer.json"
-    if own is None or not path.is_file():
+    original, path = _own_tokenizer_file(dense.source), folder / "tokenizer.json"
+    if original is None or not path.is_file():
         return
     # transformers 5 has written what it made of that file, for a class that may know none of its splits; whatever else reads the
     # checkpoint needs the file itself. Where 5 would make something else of it here, as the base states a part elsewhere, it stays.
     made = path.read_bytes()
-    shutil.copyfile(own, path)
+    shutil.copyfile(original, path)
     again = loading.original_tokenizer(ModelSource(folder.name, str(folder), "folder"))
     if again.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         path.write_bytes(made)
 
 
 def _own_tokenizer_file(source: ModelSource) -> Path | None:
-    """The tokenizer.json that came with the model; None where none did: transformers has filled the folder of a GGUF file."""
+    """Return the tokenizer.json that came with the model; None where none did: transformers has filled the folder of a GGUF
+    file."""
     if source.kind == "hub":
         cached = huggingface_hub.try_to_load_from_cache(source.location, "tokenizer.json", revision=source.revision)
         return Path(cached) if isinstance(cached, str) else None
@@ -307,22 +243,15 @@ def _own_tokenizer_file(source: ModelSource) -> Path | None:
     return path if source.kind != "gguf" and path.is_file() else None
 
 
-def _write_gguf(
-    dense: loading.LoadedModel, pruned: PreTrainedModel, weights: Mapping[str, torch.Tensor] | None, folder: Path
-) -> tuple[str, ...]:
-    """`weights` as in `_write_hf`."""
+def _write_gguf(dense: loading.LoadedModel, pruned: Sketch, folder: Path) -> tuple[str, ...]:
     from tune_prune.checkpoint.gguf import gguf_file  # its library is needed for this format only
 
-    dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}.get(dense.model.dtype)
-    if dtype is None:
-        raise UserError(
-            f"GGUF files are not written in {str(dense.model.dtype).removeprefix('torch.')}; give --dtype float32"
-        )
     tokenizer = folder / "tokenizer"
     _write_tokenizer(dense, tokenizer, stock=True)
     name = f"{dense.source.label}-pruned"
+    file = folder / f"{name}.gguf"
     try:
-        return gguf_file.write_gguf(pruned, dense.family, tokenizer, folder / f"{name}.gguf", dtype, name, weights)
+        return gguf_file.write_gguf(pruned, dense.family, tokenizer, file, dense.model.dtype, name)
     finally:
         shutil.rmtree(tokenizer)
 
@@ -347,6 +276,37 @@ def _base(dense: loading.LoadedModel) -> Base:
 
 
 def _files(folder: Path) -> dict[str, WeightFile]:
-    """Size and SHA-256 of the weight files."""
+    """Return size and SHA-256 of the weight files."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]
     return {path.name: manifest.weight_file(path) for path in paths}
+
+
+def base_license(source: ModelSource) -> dict[str, str]:
+    """Return the LICENSE_KEYS that the model card of `source` states, e.g. {"license": "apache-2.0"}: a pruned model is published
+    under its base model's licence. Empty where that is unknown: no card, none or several in the card, or a hub that cannot be
+    reached and has not been before. A list of one text is that text. Links are absolute for models of the hub."""
+    if source.kind == "embedded":
+        return {"license": "apache-2.0"}  # tune_prune's own
+    try:
+        if source.kind == "hub":
+            path = Path(huggingface_hub.hf_hub_download(source.location, card.CARD, revision=source.revision))
+        else:
+            path = Path(source.location) / card.CARD
+        stated = (path.is_file() and huggingface_hub.metadata_load(path)) or {}
+    except (OSError, ValueError, yaml.YAMLError):  # no such file, no network, no valid metadata
+        return {}
+    alone = {key: text[0] if isinstance(text, list) and len(text) == 1 else text for key, text in stated.items()}
+    entries = {key: alone[key] for key in LICENSE_KEYS if isinstance(alone.get(key), str) and alone[key]}
+    if source.kind == "hub" and "license_link" in entries and "://" not in entries["license_link"]:
+        page = f"https://huggingface.co/{source.location}/blob/{source.revision or 'main'}"
+        entries["license_link"] = f"{page}/{entries['license_link']}"
+    return entries
+
+
+def copy_license_files(source: ModelSource, folder: Path) -> None:
+    """Copy the licence texts beside the weights of a local model into the checkpoint `folder`."""
+    if source.kind == "folder":
+        for pattern in LICENSE_FILES:
+            for path in Path(source.location).glob(pattern):
+                if path.is_file() and path.suffix != ".py":  # nor a folder LICENSES/, as some projects have it
+                    shutil.copyfile(path, folder / path.name)

@@ -95,7 +95,7 @@ def _main(argv: list[str]) -> None:
         base=args.base,
     )
     run = model.protocol(args.limit, args.tasks)
-    from tune_prune.checkpoint import recorded
+    from tune_prune.checkpoint import manifest
     from tune_prune.commands import evaluation_text
     from tune_prune.data.sources import measured_on
 
@@ -111,7 +111,7 @@ def _main(argv: list[str]) -> None:
     if base is not None:
         say(f"original     {base.label}: KL is the distance from its predictions, 0 where they are the same")
     found = model.evaluate(args.limit, args.tasks, lambda stage: say(evaluation_text.stage_line(stage)), args.kl)
-    earlier = None if model.manifest is None else recorded.comparable(model.manifest, run, measured_on(run))
+    earlier = None if model.manifest is None else manifest.comparable(model.manifest, run, measured_on(run))
     baseline = None if model.manifest is None else model.manifest.baseline
     say(f"\n{evaluation_text.result_text(found, earlier, baseline)}")
     for note in [*found.notes, *(earlier.notes if earlier else ())]:

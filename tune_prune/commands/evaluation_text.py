@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 
 from tune_prune.analysis.render.messages import acc, pm
-from tune_prune.checkpoint.manifest import MANIFEST, Manifest
-from tune_prune.checkpoint.recorded import Recorded
-from tune_prune.checkpoint.sizes import aligned
+from tune_prune.checkpoint.layers import aligned
+from tune_prune.checkpoint.manifest import MANIFEST, Manifest, Recorded
 from tune_prune.commands.plan_text import perplexity_text_of
 from tune_prune.core.records import StageReport
 from tune_prune.evaluation.evaluation import Evaluation

@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 import torch
 
 from tune_prune.checkpoint import generation_speed, layers
+from tune_prune.checkpoint.layers import sizes
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
-from tune_prune.checkpoint.save import as_saved
-from tune_prune.checkpoint.sizes import sizes
 from tune_prune.core import speed_records
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -26,6 +25,7 @@ from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.devices import device_name
 from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import Residency
+from tune_prune.pruning import surgery
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
@@ -85,7 +85,7 @@ def base_of(label: str, manifest: Manifest | None, asked: str | None) -> ModelSo
         raise UserError(
             f"the model that {label} was pruned from is not where {MANIFEST} says ({cause}); name where it is now with --base"
         ) from error
-    if manifest is not None and not loading.is_model_of(manifest.base.fingerprint, source, config):
+    if manifest is not None and manifest.base.fingerprint != loading.model_fingerprint(source, config):
         raise UserError(
             f"{source.location} is not the model that {label} was pruned from (the contents of its files differ, or it is another "
             "commit); name that one with --base"
@@ -122,8 +122,9 @@ def measure_speed(
     """How fast the model that `plan` leaves of `dense` is, in turns with that, as a checkpoint of it would be: a refit or a
     training changes no shape, so neither is made. `key`: of the trial. Raises UserError for a plan of another model."""
     layers.check_plan(plan, dense)
-    pruned, _ = layers.compact(dense.model, dense.family, plan)
-    models = {"dense": dense.model, "pruned": as_saved(dense.model, pruned, dense.family, dense.geometry, "hf")}
+    pruned, _ = layers.compact(surgery.cut(dense.model, dense.family, plan), dense.family)
+    saved = layers.as_saved(pruned, dense.model, dense.family, dense.geometry, "hf")
+    models = {"dense": dense.model, "pruned": saved.in_memory()}
     asked = (conditions.prompt_tokens, conditions.new_tokens, conditions.batch_size, conditions.repeats)
     found = generation_speed.measure(models, *asked)
     rounds = {name: speed_records.Rounds(list(one.prefill_s), list(one.decode_s)) for name, one in found.items()}

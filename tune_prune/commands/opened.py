@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tune_prune import embedded
-from tune_prune.checkpoint import origin
-from tune_prune.checkpoint.manifest import Format, Manifest
+from tune_prune.checkpoint.manifest import Format, Manifest, require_dense, verify
 from tune_prune.checkpoint.save import check_folder, save_checkpoint, shard_bytes_of
 from tune_prune.commands import measuring, prune_request
 from tune_prune.commands.prune_request import PruneRequest
@@ -74,7 +73,7 @@ class Model:
         self.device = loading.pick_device(device)
         self._source = catalog.resolve(run.model, run.revision)
         self.hf_config = loading.load_config(self._source)  # of transformers
-        self.manifest: Manifest | None = origin.verify(self._source, self.hf_config)
+        self.manifest: Manifest | None = verify(self._source, self.hf_config)
         if self.manifest is not None and run.data_dir is None and self.manifest.base_name in embedded.MODEL_NAMES:
             run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
         recorded = None if self.manifest is None else self.manifest.source
@@ -153,7 +152,7 @@ class Model:
         """What `prune` is asked for, checked: `values` by the names of HYPERPARAMETERS, None or absent: the default.
         Raises UserError."""
         source = self._source
-        origin.require_dense(source, self.hf_config)
+        require_dense(source, self.hf_config)
         text = self._calibration or calibration.resolve(None, self.run.data_dir, source.kind == "embedded")
         run = replace(self.run, calibration=text)
         return prune_request.from_values(
@@ -162,9 +161,9 @@ class Model:
 
     def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], object] = id) -> PrunedModel:
         """The pruned model of a request: by the plan of a search where there is one, else found as in a trial. Raises UserError."""
-        origin.require_dense(self._source, self.hf_config)
+        require_dense(self._source, self.hf_config)
         known = request.fingerprint
-        if known is not None and not loading.is_model_of(known, self._source, self.hf_config):
+        if known is not None and known != loading.model_fingerprint(self._source, self.hf_config):
             raise UserError(
                 f"{self._source.location} is not the model that was searched (the contents of its files differ); name that one "
                 "with --base, or search again"
@@ -346,7 +345,7 @@ class PrunedModel:
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
         kind = getattr(torch, dtype) if dtype else getattr(self.dense.hf_config, "dtype", None) or torch.float32
-        about = self._recipe, self._request.origin(), path, format
+        about = self._recipe, self._request, path, format
         how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=shard_bytes_of(shard_gb), measure_speed=measure)
         return first_that_fits(
             f"saving of {self.dense.label}",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 
 from tune_prune.analysis.cost import between, duration
-from tune_prune.checkpoint.sizes import aligned
+from tune_prune.checkpoint.layers import aligned
 from tune_prune.commands.plan_text import (
     NAMED_TESTS,
     Row,

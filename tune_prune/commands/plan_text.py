@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tune_prune.analysis.cost import between
-from tune_prune.checkpoint.sizes import aligned
+from tune_prune.checkpoint.layers import aligned
 from tune_prune.commands.resources_text import fit_line, held_in_words, listed, to_mend
 from tune_prune.core.config import OTHER_TEXT, ModelRun, PruningConfig, alignment
 from tune_prune.core.kinds import texts_of

@@ -204,7 +204,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
 
 def _warn_of_zeros(plan: PruningPlan, dense: Model, step: str) -> None:
     """Say before anything is written that zeros would take most of what pruning has given."""
-    from tune_prune.checkpoint.padded import padded_params
+    from tune_prune.checkpoint.layers import padded_params
 
     params = padded_params(plan, dense.geometry)
     if plan.total_params - params < plan.removed_params / 2:
@@ -283,7 +283,7 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
     """What was saved, for the screen: how large it is, how fast where that was measured, and what to do with it. `dense`: what it
     was made from; `command`: that prunes it again (`again`)."""
     from tune_prune.checkpoint import generation_speed
-    from tune_prune.checkpoint.card.card_numbers import short_bytes
+    from tune_prune.checkpoint.card import short_bytes
     from tune_prune.commands.plan_text import shown_path
 
     original, now = about.sizes["dense"], about.saved_sizes
@@ -320,7 +320,7 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
 
 def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequence[str]) -> list[str]:
     """The block `next`: commands for this very checkpoint."""
-    from tune_prune.checkpoint.card.commands import uses
+    from tune_prune.checkpoint.card import uses
     from tune_prune.checkpoint.gguf.architecture import check_shape
     from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
     from tune_prune.models.gguf import header

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tune_prune.checkpoint.save import Origin
+from tune_prune.checkpoint.manifest import Provenance
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -36,27 +36,19 @@ from tune_prune.tuning.resolve import DenseModel
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PruneRequest:
-    """One configuration of one model. Without a search, only the first two are known."""
+@dataclass(frozen=True, kw_only=True)
+class PruneRequest(Provenance):
+    """One configuration of one model to be pruned. `run` and `config` are always known, the rest where a search has tried them."""
 
-    run: ModelRun
-    config: PruningConfig
-    source: ModelRun | None = None  # of the search, as it was recorded
+    run: ModelRun  # `source`, or where its model is now
     plan: PruningPlan | None = None
     plan_file: Location | None = None
     fingerprint: str | None = None  # of the model that was searched
-    metrics: Mapping[str, float | None] | None = None
-    measured_on: MeasuredOn | None = None  # where the data are still those of the search
-    baseline: Mapping[str, float | None] | None = None
     artifact_dir: Location | None = None  # where statistics may already be
-
-    def origin(self) -> Origin:
-        return Origin(self.config, self.source, self.metrics, self.measured_on, self.baseline)
 
 
 def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> PruneRequest:
-    """The best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
+    """Return the best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
 
     `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); None: the only model, or the better of it and its
     training. `base` and `revision`: where that model is, if not where it was searched. Raises UserError.
@@ -107,14 +99,14 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     if base is not None or revision is not None:
         at, _ = resolve.searched_model(run, base, revision)
         moved = replace(run, model=at.name, revision=at.revision)
-    return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
+    return PruneRequest(run=moved, config=config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
 def _chosen(
     entries: Mapping[str, Any], winners: Mapping[str, str], label: str | None, path: Location
 ) -> dict[str, Any]:
-    """The entry of that label; without one that of the only model or, where that is there with and without training, of the better
-    one (`winners`)."""
+    """Return the entry of that label; without one that of the only model or, where that is there with and without training, of the
+    better one (`winners`)."""
     if label is None and len(winners) == 1:
         label = next(iter(winners.values()))
     if label is None and len(entries) == 1:
@@ -128,12 +120,12 @@ def _chosen(
 
 
 def _trial_folder(path: Location, recorded: Any) -> Location | None:
-    """The trial's folder, named relative to the file or absolutely; None where it is not there."""
+    """Return the trial's folder, named relative to the file or absolutely; None where it is not there."""
     if not isinstance(recorded, str):
         return None
     folder = location(recorded) if "://" in recorded else path.parent / recorded
-    there = folder.is_dir() if isinstance(folder, Path) else open_store(folder).names()
-    return folder.resolve() if there else None
+    exists = folder.is_dir() if isinstance(folder, Path) else open_store(folder).names()
+    return folder.resolve() if exists else None
 
 
 def _artifacts(trial: Location | None, path: Location) -> Location | None:
@@ -145,8 +137,8 @@ def _artifacts(trial: Location | None, path: Location) -> Location | None:
 def _known(
     trial: Location | None, recorded: Mapping[str, Any], run: ModelRun, config: PruningConfig, path: Location
 ) -> dict[str, Any]:
-    """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else what is `recorded` in the
-    file `path`. A damaged plan is as good as none."""
+    """Return plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else what is `recorded`
+    in the file `path`. A damaged plan is as good as none."""
     known = dict(recorded)
     if trial is None:
         return known
@@ -178,19 +170,19 @@ def _known(
         if one is not None and (other := stranger(one, about)):
             raise DamagedFile(file, other, "delete it, then search again")
     errors = _errors(record, baseline, experiment.folder)
-    found = {
+    searched = {
         "fingerprint": identity.get("model"),
         "metrics": None if record is None else record.metrics | errors(record.metrics),
         "baseline": None if baseline is None else baseline.metrics | errors(baseline.metrics),
         "measured_on": _same_data(run, identity.get("data")),
     }
-    return known | {name: value for name, value in found.items() if value is not None}
+    return known | {name: value for name, value in searched.items() if value is not None}
 
 
 def _errors(
     record: TrialRecord | None, baseline: TrialRecord | None, folder: Location
 ) -> Callable[[Mapping[str, Any]], dict[str, float]]:
-    """Of metrics the standard errors that Wilson's take the place of, as in the search's final table."""
+    """Return what gives, of metrics, the standard errors that Wilson's take the place of, as in the search's final table."""
     from tune_prune.analysis.input.errors import certain_sizes
     from tune_prune.analysis.input.rows import frame
     from tune_prune.analysis.input.study import Model
@@ -205,7 +197,7 @@ def _errors(
 
 
 def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
-    """What the search measured on, part by part; None where its files are not there any more, or not the same."""
+    """Return what the search measured on, part by part; None where its files are not there any more, or not the same."""
     try:
         return measured_on(run) if recorded is not None and data_fingerprint(run) == recorded else None
     except UserError:  # then the checkpoint is saved without, and `evaluate` says that it cannot compare
@@ -213,12 +205,14 @@ def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
 
 
 def _metrics(entry: Mapping[str, Any]) -> dict[str, float | None]:
-    """The measurements that the entry itself holds, named as in the ledger. Raises ValueError, TypeError, KeyError or
+    """Return the measurements that the entry itself holds, named as in the ledger. Raises ValueError, TypeError, KeyError or
     AttributeError where it holds something else, as `_baseline` does."""
-    found = {name: entry[name] for name in ("ppl", "acc_mean", "acc_mean_stderr", "removed_fraction") if name in entry}
+    metrics = {
+        name: entry[name] for name in ("ppl", "acc_mean", "acc_mean_stderr", "removed_fraction") if name in entry
+    }
     for task, values in (entry.get("tasks") or {}).items():
-        found |= {f"acc_{task}": values["acc"], f"acc_{task}_stderr": values["stderr"]}
-    return _numbers(found)
+        metrics |= {f"acc_{task}": values["acc"], f"acc_{task}_stderr": values["stderr"]}
+    return _numbers(metrics)
 
 
 def _baseline(values: Mapping[str, Any] | None) -> dict[str, float | None] | None:
@@ -231,8 +225,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None) -> PruneRequest:
-    """The configuration that `values` name, by the names of HYPERPARAMETERS (None or absent: the default), of a model that is
-    known without its weights; `align` is the N of shape aligned or uniform. Raises UserError."""
+    """Return the configuration that `values` name, by the names of HYPERPARAMETERS (None or absent: the default), of a model that
+    is known without its weights; `align` is the N of shape aligned or uniform. Raises UserError."""
     method = load_method(values["method"])
     given = {name: plain(value) for name, value in values.items() if value is not None}
     missing = [name for name in method.hyperparameters if HYPERPARAMETERS[name].required and name not in given]
@@ -265,8 +259,8 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         checks.check_calibration(*about, (length,), count)
     shared = Path("ray_results") / artifact_cache.FOLDER
     return PruneRequest(
-        dense.run,
-        config,
+        run=dense.run,
+        config=config,
         source=dense.run,
         artifact_dir=shared.absolute() if shared.is_dir() else None,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tune_prune.checkpoint.sizes import aligned
+from tune_prune.checkpoint.layers import aligned
 from tune_prune.core import machine
 from tune_prune.core.machine import size
 from tune_prune.models.loading import WIDE

@@ -118,7 +118,7 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
     check_names([args.model], None, None, None)
     flags.limit_threads()
 
-    from tune_prune.checkpoint import generation_speed, sizes
+    from tune_prune.checkpoint import generation_speed, layers
     from tune_prune.commands import api
     from tune_prune.models.loading import load_model
 
@@ -129,10 +129,10 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
         dense = load_model(opened.base, own.model.dtype, opened.device)
         models = {"dense": dense.model, "pruned": own.model}
     found = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
-    rows = {name: sizes.sizes(model, own.family) for name, model in models.items()}
+    rows = {name: layers.sizes(model, own.family) for name, model in models.items()}
     if len(found) > 1:
         say(f"{generation_speed.verdict_of(found)}\n")
-    say(f"{sizes.size_table(rows, {})}\n\n{generation_speed.speed_table(found)}")
+    say(f"{layers.size_table(rows, {})}\n\n{generation_speed.speed_table(found)}")
     if output is not None:
         first = found[next(reversed(found))]
         content = {name: asdict(one) | asdict(rows[name]) for name, one in found.items()}
@@ -226,7 +226,7 @@ def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> 
     from tune_prune.tuning.resolve import searched_model
 
     source, config = searched_model(run, args.base, args.revision)
-    if fingerprint is not None and not loading.is_model_of(fingerprint, source, config):
+    if fingerprint is not None and fingerprint != loading.model_fingerprint(source, config):
         raise UserError(
             f"{source.location} is not the model that was searched (the contents of its files differ); name that one with --base"
         )

@@ -37,7 +37,7 @@ HUB_ALIASES = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from."""
+    """A model's source."""
 
     label: str  # name in tables and file names: alias, last part of the hub id, or name of the folder or file
     location: str  # hub id or absolute folder; of a GGUF file the folder in the cache that loading.load_config fills
@@ -50,12 +50,13 @@ class ModelSource:
 
     @property
     def gguf(self) -> gguf_files.GgufOrigin | None:
-        """The GGUF file that the model was read from, once its folder is filled; None of other models."""
+        """Return the GGUF file that the model was read from, once its folder is filled; None of other models."""
         return None if self.file is None else gguf_files.origin(Path(self.location), self.file.name)
 
     @property
     def found_as(self) -> str:
-        """Where a model was found that can come from several places, or that a file holds in another form; empty of others."""
+        """Return where a model was found that can come from several places, or that a file holds in another form; empty of
+        others."""
         if self.file is not None:
             again = gguf_files.head(Path(self.location))
             package = f", of package {self.name}" if self.name == gguf_files.PACKAGE else ""
@@ -64,12 +65,12 @@ class ModelSource:
 
 
 def aliases() -> tuple[str, ...]:
-    """Every name that `--model` knows by itself: hub aliases, a package with a model, and embedded models."""
+    """Return every name that `--model` knows by itself: hub aliases, a package with a model, and embedded models."""
     return (*HUB_ALIASES, gguf_files.PACKAGE, *embedded.MODEL_NAMES)
 
 
 def resolve(name: str, revision: str | None = None) -> ModelSource:
-    """The source that `name` means. Raises UserError for an unknown alias or a folder that is no model."""
+    """Return the source that `name` means. Raises UserError for an unknown alias or a folder that is no model."""
     if name in embedded.MODEL_NAMES:
         return ModelSource(name, str(embedded.model_dir(name)), "embedded", name=name)
     if name == gguf_files.PACKAGE:
@@ -94,9 +95,9 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
                 raise UserError(
                     f"model folder {name} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder"
                 )
-            if found := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
+            if ggufs := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
                 raise UserError(
-                    f"model folder {name} holds a GGUF file and no config.json; name the file: --model {found[0]}"
+                    f"model folder {name} holds a GGUF file and no config.json; name the file: --model {ggufs[0]}"
                 )
             raise UserError(f"model folder {name} has no config.json; point --model at a folder in Hugging Face format")
         return ModelSource(path.resolve().name, str(path.resolve()), "folder", name=str(path.resolve()))

@@ -31,7 +31,7 @@ def probe(repo: str, file: str, revision: str | None = None, repo_type: str = "m
 
 
 def holds(repo: str, file: str, revision: str | None = None) -> bool:
-    """Whether model `repo` is known to have `file`, by the cache or by one request; False where the hub cannot be asked."""
+    """Return whether model `repo` is known to have `file`, by the cache or by one request; False where the hub cannot be asked."""
     cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
     if cached is not None or constants.HF_HUB_OFFLINE:
         return isinstance(cached, str)
@@ -44,8 +44,8 @@ def holds(repo: str, file: str, revision: str | None = None) -> bool:
 
 @cache
 def obstacle(repo: str) -> str:
-    """Why model `repo` cannot be had, neither from the hub's cache nor from the hub, in a clause; empty where it can. Asked once by
-    a process: answers of the moment would let it use two models under one name."""
+    """Return why model `repo` cannot be had, neither from the hub's cache nor from the hub, in a clause; empty where it can. Asked
+    once by a process: answers of the moment would let it use two models under one name."""
     names = ("config.json", "model.safetensors")
     if all(isinstance(huggingface_hub.try_to_load_from_cache(repo, name), str) for name in names):
         return ""
@@ -59,14 +59,14 @@ def obstacle(repo: str) -> str:
 
 
 def folder(repo: str, revision: str | None = None) -> Path | None:
-    """Where the cache holds files of a model under `revision` (branch, tag or commit; None: main); None where its config.json was
-    never fetched."""
+    """Return where the cache holds files of a model under `revision` (branch, tag or commit; None: main); None where its
+    config.json was never fetched."""
     cached = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def commit(repo: str, revision: str | None = None) -> str | None:
-    """The commit of `folder`, from the cache's layout, snapshots/<commit>/: newer transformers no longer tell it."""
+    """Return the commit of `folder`, from the cache's layout, snapshots/<commit>/: newer transformers no longer tell it."""
     cached = folder(repo, revision)
     return cached.name if cached else None
 
@@ -99,8 +99,8 @@ def fetch_weights(repo: str, revision: str | None = None) -> None:
 
 
 def dataset_commit(repo: str) -> str | None:
-    """The commit of data set `repo` that is read: the cache's main branch, else the newest one, which is then the cache's. None
-    offline where the cache has no such repository. Raises UserError where the hub does not answer."""
+    """Return the commit of data set `repo` that is read: the cache's main branch, else the newest one, which is then the cache's.
+    None offline where the cache has no such repository. Raises UserError where the hub does not answer."""
     cached = huggingface_hub.try_to_load_from_cache(repo, _CARD, repo_type="dataset")
     if not isinstance(cached, str):
         if constants.HF_HUB_OFFLINE:
@@ -117,6 +117,6 @@ def dataset_commit(repo: str) -> str | None:
 
 
 def dataset_identity(name: str, repo: str) -> str:
-    """What keys say of a data set: its name and, where that is known, its commit."""
+    """Return what keys say of a data set: its name and, where that is known, its commit."""
     commit = dataset_commit(repo)
     return f"{name}@{commit}" if commit else name

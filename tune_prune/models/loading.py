@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.models import hub, registration, unsupported, weight_files
+from tune_prune.models import fingerprints, hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
@@ -69,24 +69,24 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where it is run."""
+        """Return the device on which it is run."""
         return self.residency.device or self.model.device
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All on which it is run: the first is `device`."""
+        """Return all devices on which it is run: the first is `device`."""
         if self.residency.gpus == 1:
             return (self.device,)
         return tuple(dict.fromkeys(p.device for p in self.model.parameters()))
 
     @property
     def max_length(self) -> int:
-        """Longest input in tokens."""
+        """Return the longest input in tokens."""
         return int(self.model.config.max_position_embeddings)
 
 
 def pick_device(asked: str) -> str:
-    """The device that --device means: auto, cpu or cuda. Raises UserError for a GPU that is not there or lacks kernels."""
+    """Return the device that --device means: auto, cpu or cuda. Raises UserError for a GPU that is not there or lacks kernels."""
     has_gpu = asked != "cpu" and torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
         raise UserError("--device is cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
@@ -98,8 +98,8 @@ def pick_device(asked: str) -> str:
 
 
 def stored_as(source: ModelSource, config: PretrainedConfig) -> str:
-    """What weights are stored in: a data type such as bfloat16, as config.json says or, where it does not, most of the numbers of
-    the files; of a GGUF file what it is quantised to, such as Q4_1 or F32."""
+    """Return what weights are stored in: a data type such as bfloat16, as config.json says or, where it does not, most of the
+    numbers of the files; of a GGUF file what it is quantised to, such as Q4_1 or F32."""
     if source.gguf is not None:
         return source.gguf.quantization
     folder = Path(source.location) if source.kind != "hub" else hub.folder(source.location, source.revision)
@@ -108,13 +108,13 @@ def stored_as(source: ModelSource, config: PretrainedConfig) -> str:
 
 
 def default_dtype(stored: str, fast: Callable[[], bool]) -> str:
-    """The data type to compute in where no --dtype names one: bfloat16 for weights that are `stored_as` fewer than 32 bits, on a
-    device that is `fast` at it; else float32."""
+    """Return the data type to compute in where no --dtype names one: bfloat16 for weights that are `stored_as` fewer than 32 bits,
+    on a device that is `fast` at it; else float32."""
     return "float32" if stored in WIDE or not fast() else "bfloat16"
 
 
 def set_up_gpu() -> None:
-    """Settings of this process for computing on a GPU; before its first use, as torch's allocator reads them once."""
+    """Set up this process for computing on a GPU; before its first use, as torch's allocator reads them once."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         # Batches differ in size: less is lost between blocks that can grow.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -123,7 +123,7 @@ def set_up_gpu() -> None:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """The model's config; of a GGUF file its folder is filled. Raises UserError, also for a family that is not supported."""
+    """Return the model's config; of a GGUF file its folder is filled. Raises UserError, also for a family that is not supported."""
     if source.file is not None:
         convert.ensure(source.file, Path(source.location))
     where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
@@ -173,7 +173,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 
 def _family(config: PretrainedConfig) -> Family:
-    """The row of the config's family. Raises UserError, with the reason, for a family that has none."""
+    """Return the row of the config's family. Raises UserError, with the reason, for a family that has none."""
     if config.model_type in FAMILIES or config.model_type.startswith(registration.PREFIX):
         return family_of(config.model_type)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -182,14 +182,14 @@ def _family(config: PretrainedConfig) -> Family:
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, silent about long texts: whoever tokenises one cuts it into windows. Raises UserError."""
+    """Return the model's tokenizer, silent about long texts: whoever tokenises one cuts it into windows. Raises UserError."""
     tokenizer = original_tokenizer(source)
     tokenizer.model_max_length = 10**30  # transformers' own value for "no limit"
     return tokenizer
 
 
 def original_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer as it came, to be saved with another model. Raises UserError."""
+    """Return the model's tokenizer as it came, to be saved with another model. Raises UserError."""
     try:
         tokenizer = _tokenizer_class(source).from_pretrained(
             source.location, revision=source.revision or "main", trust_remote_code=False
@@ -206,7 +206,7 @@ def original_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_class(source: ModelSource) -> Any:
-    """AutoTokenizer, or the plain class where a folder's tokenizer_config.json names it: AutoTokenizer of transformers 5
+    """Return AutoTokenizer, or the plain class where a folder's tokenizer_config.json names it: AutoTokenizer of transformers 5
     puts the family's own (Qwen2's BPE in every qwen2 folder) in its place and so changes every token."""
     path = Path(source.location) / "tokenizer_config.json"
     if source.kind == "hub" or not path.is_file() or not path.with_name("tokenizer.json").is_file():
@@ -216,13 +216,13 @@ def _tokenizer_class(source: ModelSource) -> Any:
 
 
 def config_geometry(config: PretrainedConfig) -> tuple[Family, Geometry]:
-    """Family and geometry from a config alone. Raises UserError for a config that describes no such model."""
+    """Return family and geometry from a config alone. Raises UserError for a config that describes no such model."""
     family = _family(config)
     return family, read_geometry(meta_model(config), family)
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a config without its memory, on torch's meta device. Raises UserError where it cannot be built."""
+    """Return the model of a config without its memory, on torch's meta device. Raises UserError where it cannot be built."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -292,11 +292,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     wrong += [f"{name} is {list(found)}, not {list(size)}" for name, found, size in sorted(report["mismatched_keys"])]
-    if wrong:
-        raise UserError(
-            f"the weights of {source.location} do not fit its config.json: {wrong[0]}, and {len(wrong) - 1} more such tensors; "
-            "download the model again or point --model at a complete folder"
-        )
+    weight_files.check_fit(source.location, wrong)
     model.eval().requires_grad_(False)
     generation = model.generation_config
     if generation._from_model_config:  # made from config.json, so with what that says of how a model is run
@@ -311,7 +307,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
 
 @contextmanager
 def bars_as(name: str, unit: str) -> Iterator[None]:
-    """Loops of transformers that have a bar are steps of ours inside (core.terminal), of that name and unit."""
+    """Within the context, loops of transformers that have a bar are steps of ours inside (core.terminal), of that name and unit."""
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return terminal.over(args[0], name, unit) if args else factory(**options)
@@ -335,7 +331,8 @@ def _align(model: PreTrainedModel) -> None:
 
 
 def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
-    """What a model is, by content: hub models by commit, GGUF files by SHA-256, folders by config, tokenizer and weight files.
+    """Return what a model is, by content: hub models by commit, GGUF files by SHA-256, folders by config, tokenizer and weight
+    files.
 
     Folder paths do not count, so that a copy of a model is the same model.
     """
@@ -344,14 +341,4 @@ def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
         return digest({"hub": source.location, "commit": commit})
     if source.kind == "gguf":
         return gguf_files.fingerprint(Path(source.location))
-    return weight_files.folder_fingerprint(Path(source.location), weight_files.content_hash)
-
-
-def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig) -> bool:
-    """Whether a recorded fingerprint is that of the model; those up to version 0.2.0 read less of weight files above 256 MiB
-    and no tokens that are added beside a tokenizer.json."""
-    older = (weight_files.pieces_hash, weight_files.content_hash)
-    return fingerprint == model_fingerprint(source, config) or (
-        source.kind == "folder"
-        and any(fingerprint == weight_files.folder_fingerprint(Path(source.location), by, False) for by in older)
-    )
+    return fingerprints.folder_fingerprint(Path(source.location))

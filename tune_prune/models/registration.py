@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def auto_map(model_type: str) -> dict[str, str]:
-    """The auto_map entries of a checkpoint's config.json for a dense family."""
+    """Return the auto_map entries of a checkpoint's config.json for a dense family."""
     stem = STEMS[model_type]
     return {
         "AutoConfig": f"configuration_tune_prune.Pruned{stem}Config",

@@ -57,14 +57,14 @@ def check_adapter(source: ModelSource) -> None:
     """Raise UserError where transformers would change the weights of the model by an adapter that lies beside them. Whether it is
     merged into them already, as in models that still carry the file, cannot be seen: so it is for the user to say."""
     if source.kind == "hub":
-        found = hub.holds(source.location, ADAPTER, source.revision)
+        present = hub.holds(source.location, ADAPTER, source.revision)
         away = (
             f"take the model without that file (`hf download {source.location} --exclude 'adapter_*' --local-dir DIR`)"
         )
     else:
-        found = (Path(source.location) / ADAPTER).is_file()
+        present = (Path(source.location) / ADAPTER).is_file()
         away = "move that file away"
-    if found:
+    if present:
         raise UserError(
             f"{source.location} has {ADAPTER} beside its config.json, and transformers would apply that adapter to the weights; "
             f"{away} where it is merged into them already, else {MERGE}"
@@ -72,7 +72,7 @@ def check_adapter(source: ModelSource) -> None:
 
 
 def reason(model: PreTrainedModel) -> str:
-    """One sentence for the user: which row to add for `model`, or why there can be none."""
+    """Return one sentence for the user: which row to add for `model`, or why there can be none."""
     model_type = model.config.model_type
     supported = ", ".join(FAMILIES)
     if model_type in NEED_BOS:
@@ -90,7 +90,8 @@ def reason(model: PreTrainedModel) -> str:
 
 
 def no_language_model(config: PretrainedConfig) -> str:
-    """One sentence for the user: a model of that config has no head for next tokens, or has one as a part of something larger."""
+    """Return one sentence for the user: a model of that config has no head for next tokens, or has one as a part of something
+    larger."""
     text = getattr(config, "text_config", None)
     what = (
         "is no causal language model"
@@ -104,7 +105,7 @@ def no_language_model(config: PretrainedConfig) -> str:
 
 
 def fitting_row(model: PreTrainedModel) -> Family | None:
-    """The row by which `check_structure` accepts `model`; None if there is none."""
+    """Return the row by which `check_structure` accepts `model`; None if there is none."""
     row = Family(model.config.model_type)
     try:
         layer = families.decoder_layers(model, row)[0]
@@ -128,7 +129,7 @@ def fitting_row(model: PreTrainedModel) -> Family | None:
 
 
 def shown(row: Family) -> str:
-    """The row as it is written in the table: without what is at its default."""
+    """Return the row as it is written in the table: without what is at its default."""
     changed = [f.name for f in fields(Family) if f.name != "model_type" and getattr(row, f.name) != f.default]
     return f"Family({', '.join([repr(row.model_type), *(f'{name}={getattr(row, name)!r}' for name in changed)])})"
 
@@ -143,23 +144,23 @@ def _heads_divide_hidden(config: PretrainedConfig) -> bool:
 
 
 def _obstacle(model: PreTrainedModel) -> str:
-    """What of the layers stands in the way, the most fundamental first."""
+    """Return what of the layers stands in the way, the most fundamental first."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if not lists:
         return "it has no list of decoder layers"
     path = max(lists, key=lambda name: len(lists[name]))
     row, known_norms = Family(""), {"input_layernorm", "post_attention_layernorm"}
     expected = set(row.projections().values())
-    found = {name: None for layer in lists[path] for name in _parts(layer)}
+    modules = {name: None for layer in lists[path] for name in _parts(layer)}
     where = f"its layers ({path})"
     for what, pattern in (("are mixtures of experts", _EXPERTS), ("have fused projections", _FUSED)):
-        if matching := [name for name in found if pattern.search(name)]:
+        if matching := [name for name in modules if pattern.search(name)]:
             return f"{where} {what} ({_listed(matching)})"
     first = lists[path][0]
     head_dim = getattr(getattr(first, row.attention, None), "head_dim", None)
-    unknown = [name for name in found if name not in expected | known_norms]
+    unknown = [name for name in modules if name not in expected | known_norms]
     unknown = [name for name in unknown if "norm" not in name or _size(first, name) != head_dim]
-    missing = sorted(expected - set(found))
+    missing = sorted(expected - set(modules))
     if unknown and not missing and all("norm" in name for name in unknown):
         return f"{where} have extra norms ({_listed(unknown)})"
     if missing:
@@ -174,7 +175,7 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 
 def _parts(layer: nn.Module) -> list[str]:
-    """The modules of a layer that hold parameters; of one with parts of its own, the parameters."""
+    """Return the modules of a layer that hold parameters; of one with parts of its own, the parameters."""
     names = []
     for name, _ in layer.named_parameters():
         module = name.rpartition(".")[0]
@@ -196,7 +197,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def cause(error: Exception) -> str:
-    """An error in one short line; with its kind where the text alone says little, as in KeyError: 'x'."""
+    """Return an error in one short line; with its kind where the text alone says little, as in KeyError: 'x'."""
     if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # the check that failed, without the names of classes and validators
     text = " ".join(str(error).split())
@@ -206,7 +207,7 @@ def cause(error: Exception) -> str:
 
 
 def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
-    """The error for a `part` of a model that could not be loaded: the cause and the next step."""
+    """Return the error for a `part` of a model that could not be loaded: the cause and the next step."""
     if source.kind != "hub":
         return UserError(
             f"model folder {source.location} cannot be loaded ({part}: {cause(error)}); check that config, tokenizer and "

@@ -3,16 +3,13 @@ tensor at a time."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import pickle
-import re
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,13 +21,6 @@ from transformers import PreTrainedModel
 
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
-from tune_prune.core.hashing import digest
-
-# A file up to this size is hashed whole; of a larger one pieces (seconds instead of minutes).
-WHOLE_HASH_BYTES = 256 * 2**20
-HASHED_PIECES = 64
-TENSOR_PIECES = 16  # of each tensor, from its first byte to its last: an edit of some rows must not go unseen
-PIECE_BYTES = 4096
 
 _WHOLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls numbers that need no scale beside them
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"  # of weights in one file
@@ -54,83 +44,76 @@ _DTYPES = {
 Place = tuple[Path, str]
 
 
-def check_weights(folder: Path, model: nn.Module, name: str | None = None) -> None:
-    """Raise UserError unless the weight files of `folder`, safetensors or pickled, are undamaged and hold every parameter of
-    `model` (on the meta device) in its shape and as numbers that need no scale beside them, and no other weights nor parts of
-    one: without them it would be another model. `name`: of the model, where it is not known by its folder."""
-    _places(folder, model, name or str(folder))
-
-
 def stored_tensors(folder: Path, model: nn.Module, name: str) -> dict[str, Place]:
-    """Where every parameter of `model` (on the meta device) is in the safetensors files of `folder`; tied ones stand under each of
-    their names. Raises UserError as `check_weights` does, and where weights are pickled."""
+    """Return where every parameter of `model` (on the meta device) is in the safetensors files of `folder`; tied ones stand under
+    each of their names. Raises UserError as `check_weights` does, and where weights are pickled."""
     if not files(folder) and pickled_files(folder):
         raise UserError(
             f"the weights of {name} are pickled (.bin), and a tensor of a pickle cannot be read alone; save the model with "
             "save_pretrained, which writes safetensors"
         )
-    return _places(folder, model, name)
+    return check_weights(folder, model, name)
 
 
-def _places(folder: Path, model: nn.Module, name: str) -> dict[str, Place]:
-    """Where the parameters of `model` are in the files of `folder`, for both kinds of files."""
-    found = files(folder) or pickled_files(folder)
-    if not found:
+def check_weights(folder: Path, model: nn.Module, name: str | None = None) -> dict[str, Place]:
+    """Return where the parameters of `model` (on the meta device) are in the weight files of `folder`, safetensors or pickled.
+
+    Raises UserError unless these are undamaged and hold every parameter in its shape and as numbers that need no scale beside
+    them, and no other weights nor parts of one: without them it would be another model. `name`: of the model, where it is not
+    known by its folder."""
+    name = name or str(folder)
+    paths = files(folder) or pickled_files(folder)
+    if not paths:
         only = ", only a GGUF file (name that file itself)" if any(folder.glob("*.gguf")) else ""
         raise UserError(f"model folder {folder} has no weights (model.safetensors){only}; {_AGAIN}")
-    absent = [path.name for path in found if not path.is_file()]
+    absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise UserError(
-            f"model folder {folder} lacks {len(absent)} of {len(found)} weight files, e.g. {absent[0]}; {_AGAIN}"
+            f"model folder {folder} lacks {len(absent)} of {len(paths)} weight files, e.g. {absent[0]}; {_AGAIN}"
         )
-    check_pointers(found)
-    shapes: dict[str, tuple[int, ...]] = {}
-    kinds: dict[str, str] = {}
-    paths: dict[str, Path] = {}
-    for path in found:
-        own = _header(path)
-        shapes |= {stored: shape for stored, (shape, _) in own.items()}
-        kinds |= {stored: kind for stored, (_, kind) in own.items()}
-        paths |= dict.fromkeys(own, path)
+    check_pointers(paths)
+    tensors = {stored: (path, *about) for path in paths for stored, about in _header(path).items()}
     names: dict[nn.Parameter, list[str]] = {}  # tied weights have several, and are stored under any of them
     for known_as, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(known_as)
     wrong = []
     places: dict[str, Place] = {}
-    left, modules = set(shapes), set()
+    left, modules = set(tensors), set()
     for parameter, known in names.items():
         spelt = [spelling for own in known for spelling in (own, own.removeprefix("model."))]  # some leave it out
         left -= {*spelt}
         modules |= {spelling.rpartition(".")[0] for spelling in spelt}
-        there = [spelling for spelling in dict.fromkeys(spelt) if spelling in shapes]
-        if quantised := next((stored for stored in there if kinds[stored] not in _WHOLE), None):
-            raise _quantised(name, f"{quantised} is {kinds[quantised]}")
-        _check_tied(name, [(paths[stored], stored) for stored in there])
-        if not there:
+        stored = [spelling for spelling in dict.fromkeys(spelt) if spelling in tensors]
+        for spelling in stored:
+            if (kind := tensors[spelling][2]) not in _WHOLE:
+                raise _quantised(name, f"{spelling} is {kind}")
+        _check_tied(name, [(tensors[spelling][0], spelling) for spelling in stored])
+        if not stored:
             wrong.append(f"{known[0]} is missing")
-        elif shapes[there[0]] != tuple(parameter.shape):
-            wrong.append(f"{known[0]} is {list(shapes[there[0]])} instead of {list(parameter.shape)}")
+            continue
+        path, shape, _ = tensors[stored[0]]
+        if shape == tuple(parameter.shape):
+            places |= dict.fromkeys(known, (path, stored[0]))
         else:
-            places |= dict.fromkeys(known, (paths[there[0]], there[0]))
-    unused = sorted(stored for stored in left if stored.endswith((".weight", ".bias")))
+            wrong.append(f"{known[0]} is {list(shape)}, not {list(parameter.shape)}")
+    unused = sorted(spelling for spelling in left if spelling.endswith((".weight", ".bias")))
     # What stands beside a weight is its scale, its zero points or, in its place, its codes.
-    if part := min((stored for stored in left.difference(unused) if _modules(stored) & modules), default=None):
+    if part := min((one for one in left.difference(unused) if _modules(one) & modules), default=None):
         raise _quantised(name, f"{part} is a part of one")
-    if wrong:
-        raise UserError(
-            f"the weights of {name} do not fit its config.json: {len(wrong)} tensors are missing or of another shape, e.g. "
-            f"{wrong[0]}; {_AGAIN}"
-        )
-    if unused:
-        raise UserError(
-            f"the weights of {name} do not fit its config.json: {unused[0]} is not used, and {len(unused) - 1} more such "
-            f"tensors; {_AGAIN}"
-        )
+    check_fit(name, wrong or [f"{spelling} is not used" for spelling in unused])
     return places
 
 
+def check_fit(name: str, wrong: Sequence[str]) -> None:
+    """Raise UserError where anything is `wrong` with tensors of the model of that `name`: a clause for each."""
+    if wrong:
+        more = len(wrong) - 1
+        others = f", and {more:,} more such tensor{'s' * (more > 1)}" if more else ""
+        raise UserError(f"the weights of {name} do not fit its config.json: {wrong[0]}{others}; {_AGAIN}")
+
+
 def _modules(name: str) -> set[str]:
-    """All in which a tensor of that name lies."""
+    """Return all modules in which a tensor of that name lies."""
     parts = name.split(".")
     return {".".join(parts[:end]) for end in range(1, len(parts))}
 
@@ -142,7 +125,7 @@ def _quantised(name: str, what: str) -> UserError:
 
 
 def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type (in safetensors' words) of every tensor of a weight file, without reading their numbers. Raises UserError."""
+    """Return shape and type (in safetensors' words) of every tensor of a weight file, by its header alone. Raises UserError."""
     try:
         if path.suffix == ".bin":
             tensors = {name: tensor for name, tensor in _unpickled(path).items() if isinstance(tensor, torch.Tensor)}
@@ -171,7 +154,7 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
-    """What a .bin file holds, as transformers reads it; the tensors of one that torch has written since 2020 stay in the file."""
+    """Return what a .bin file holds, as transformers reads it; tensors of one that torch has written since 2020 stay there."""
     whole = zipfile.is_zipfile(path)
     with path.open("rb") as file:
         first = file.read(2)
@@ -179,10 +162,10 @@ def _unpickled(path: Path) -> dict[str, Any]:
         raise EOFError("it ends too early")
     if not whole and first[:1] != b"\x80":  # of older pickles
         raise EOFError("it holds no weights")  # but the page of a failed download, say
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=whole)
-    if not isinstance(found, dict):
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=whole)
+    if not isinstance(content, dict):
         raise EOFError("it holds no tensors by name")
-    return found
+    return content
 
 
 def check_pointers(paths: Iterable[Path]) -> None:
@@ -216,23 +199,23 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would read, whether they exist or not. Raises UserError as `parts` does."""
+    """Return the safetensors files that transformers would read, whether they exist or not. Raises UserError as `parts` does."""
     return _named(folder / SAFETENSORS)
 
 
 def pickled_files(folder: Path) -> list[Path]:
-    """Those that transformers would read where there are no safetensors files; as `files`."""
+    """Return the pickled files that transformers would read where there are no safetensors files; raises as `files`."""
     return _named(folder / PICKLED)
 
 
 def are_here(folder: Path) -> bool:
-    """Whether all weight files are, of whichever kind."""
-    found = files(folder) or pickled_files(folder)
-    return bool(found) and all(path.is_file() for path in found)
+    """Return whether all weight files are here, of whichever kind."""
+    paths = files(folder) or pickled_files(folder)
+    return bool(paths) and all(path.is_file() for path in paths)
 
 
 def usual_dtype(folder: Path) -> torch.dtype | None:
-    """The data type of most numbers in the weight files of `folder`; None where they are not here. Raises UserError."""
+    """Return the data type of most numbers in the weight files of `folder`; None where they are not here. Raises UserError."""
     counts: Counter[str] = Counter()
     for path in (files(folder) or pickled_files(folder)) if are_here(folder) else []:
         for shape, kind in _header(path).values():
@@ -243,7 +226,7 @@ def usual_dtype(folder: Path) -> torch.dtype | None:
 
 
 def index_of(whole: Path) -> Path:
-    """The file that names the parts of weights that are not whole in one."""
+    """Return the file that names the parts of weights that are not whole in one."""
     return whole.parent / f"{whole.name}.index.json"
 
 
@@ -255,7 +238,7 @@ def _named(whole: Path) -> list[Path]:
 
 
 def parts(index: Path) -> list[Path]:
-    """The files that an index names, whether they exist or not. Raises UserError for one without a weight_map."""
+    """Return the files that an index names, whether they exist or not. Raises UserError for one without a weight_map."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [index.parent / name for name in names]
@@ -296,58 +279,3 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
         index = {"metadata": about, "weight_map": split.tensor_to_filename}
         text_of_index = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text_of_index, encoding="utf-8")
-
-
-def content_hash(path: Path) -> str:
-    """SHA-256 of a file's size and content: all of it, or of a large safetensors file its header and 64 KiB of every tensor."""
-    size = path.stat().st_size
-    if size <= WHOLE_HASH_BYTES or path.suffix != ".safetensors":
-        return pieces_hash(path)
-    state = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")  # the format: length of the header, header, tensors
-        header = file.read(start - 8)
-        state.update(header)
-        tensors = (about["data_offsets"] for name, about in json.loads(header).items() if name != "__metadata__")
-        for first, end in sorted(tensors):
-            whole = end - first <= TENSOR_PIECES * PIECE_BYTES
-            count, length = (1, end - first) if whole else (TENSOR_PIECES, PIECE_BYTES)
-            for piece in range(count):
-                file.seek(start + first + (end - first - length) * piece // (TENSOR_PIECES - 1))
-                state.update(file.read(length))
-    return state.hexdigest()
-
-
-def pieces_hash(path: Path) -> str:
-    """SHA-256 of a file's size and content: all of it, or of a large one evenly spaced pieces of 1 MiB."""
-    size = path.stat().st_size
-    state = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= WHOLE_HASH_BYTES:
-            while part := file.read(2**20):
-                state.update(part)
-        else:
-            for piece in range(HASHED_PIECES):
-                file.seek((size - 2**20) * piece // (HASHED_PIECES - 1))
-                state.update(file.read(2**20))
-    return state.hexdigest()
-
-
-def folder_fingerprint(folder: Path, file_hash: Callable[[Path], str], beside: bool = True) -> str:
-    """What the model in `folder` is, by the contents of config, tokenizer and weight files (`content_hash`, or an older one).
-    `beside` False: without the tokens that older files add to a tokenizer.json, and without other files of a tokenizer that
-    has none, as in fingerprints of older versions."""
-    own = {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        own |= {"vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"}
-    there = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
-    settings = folder / "tokenizer_config.json"
-    # transformers reads these two unless that file has the key (tokenization_utils_base.py, _from_pretrained).
-    if beside and not (settings.is_file() and b'"added_tokens_decoder"' in settings.read_bytes()):
-        own |= {"added_tokens.json", "special_tokens_map.json"}
-    if beside and not (folder / "tokenizer.json").is_file():  # in whose place it takes any of these (from_pretrained)
-        own |= {path.name for path in there if re.match(r"tekken\.json|tokenizer\.model|tiktoken\.model", path.name)}
-    names = {path.name for path in there if path.name in own or path.suffix in {".safetensors", ".bin"}}
-    below = [path for path in files(folder) if path.is_file()]  # an index may name them in other folders
-    names |= {os.path.relpath(path, folder) for path in below}
-    return digest({name: file_hash(folder / name) for name in sorted(names)})

@@ -11,7 +11,7 @@ EXTREME_FRACTION = 0.5
 
 
 def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
-    """For pruning_comparison.json: what each layer had and kept."""
+    """Return what each layer had and kept, for pruning_comparison.json."""
     layers = []
     for layer in range(geometry.num_layers):
         groups, channels = len(plan.kept_groups[layer]), len(plan.kept_channels[layer])
@@ -41,7 +41,7 @@ def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
 
 
 def extreme_pruning_layers(plan: PruningPlan, geometry: Geometry) -> int:
-    """How many layers lose more than half of their MLP channels."""
+    """Return how many layers lose more than half of their MLP channels."""
     return sum(
         (width - len(kept)) > EXTREME_FRACTION * width
         for kept, width in zip(plan.kept_channels, geometry.mlp_width, strict=True)

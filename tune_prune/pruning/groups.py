@@ -27,15 +27,15 @@ class GroupScores:
 
     @classmethod
     def of_layers(cls, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> GroupScores:
-        """From [K] and [M] of each layer."""
+        """Make scores from [K] and [M] of each layer."""
         return cls(tuple(attention for attention, _ in layers), tuple(mlp for _, mlp in layers))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Flat arrays for the artifact cache: attention_<layer>, mlp_<layer>."""
-        found = {}
+        """Return flat arrays for the artifact cache: attention_<layer>, mlp_<layer>."""
+        named = {}
         for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-            found[f"attention_{layer}"], found[f"mlp_{layer}"] = attention, mlp
-        return found
+            named[f"attention_{layer}"], named[f"mlp_{layer}"] = attention, mlp
+        return named
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> GroupScores:
@@ -43,22 +43,22 @@ class GroupScores:
         return cls.of_layers([(arrays[f"attention_{layer}"], arrays[f"mlp_{layer}"]) for layer in layers])
 
     def per_parameter(self, geometry: Geometry) -> GroupScores:
-        """Divided by what each group costs, so that a large group does not win by its size."""
+        """Return the scores divided by what each group costs, so that a large group does not win by its size."""
         return GroupScores(
             tuple(score / cost for score, cost in zip(self.attention, geometry.group_cost, strict=True)),
             tuple(score / cost for score, cost in zip(self.mlp, geometry.channel_cost, strict=True)),
         )
 
     def scaled(self, attention: np.ndarray, mlp: np.ndarray) -> GroupScores:
-        """Every layer's scores times one factor per layer; `attention` and `mlp` are [layers]."""
+        """Return every layer's scores times one factor per layer; `attention` and `mlp` are [layers]."""
         return GroupScores(
             tuple(score * factor for score, factor in zip(self.attention, attention, strict=True)),
             tuple(score * factor for score, factor in zip(self.mlp, mlp, strict=True)),
         )
 
     def normalized(self, by: str) -> GroupScores:
-        """Divided by root mean squares: by "kind" that of all KV groups' scores and that of all MLP channels', by "layer" that of
-        each layer's; "none" as they are. What has no score but 0 stays so."""
+        """Return the scores divided by root mean squares: by "kind" that of all KV groups' scores and that of all MLP channels', by
+        "layer" that of each layer's; "none" as they are. What has no score but 0 stays so."""
         if by == "none":
             return self
         of_kind = [_root_mean_square(np.concatenate(part)) for part in (self.attention, self.mlp)]
@@ -70,7 +70,7 @@ class GroupScores:
         return self.scaled(attention, mlp)
 
     def with_a_lowest(self) -> GroupScores:
-        """With a number in the place of -inf, the score of what goes first: 1 below the lowest of the others."""
+        """Return the scores with a number in the place of -inf, the score of what goes first: 1 below the lowest of the others."""
         scores = np.concatenate([*self.attention, *self.mlp])
         lowest = scores[np.isfinite(scores)].min(initial=0.0) - 1
         first = [
@@ -80,8 +80,8 @@ class GroupScores:
 
 
 def _root_mean_square(scores: np.ndarray) -> float:
-    """Of scores that are too small or too large for their squares, too; 1 where there is none but 0. One that is not finite is left
-    out, so that selection, which refuses it, counts it alone."""
+    """Return the root mean square of scores that are too small or too large for their squares, too; 1 where there is none but 0.
+    One that is not finite is left out, so that selection, which refuses it, counts it alone."""
     finite = scores[np.isfinite(scores)]
     largest = float(np.abs(finite).max(initial=0.0))
     return largest * float(np.sqrt(np.square(finite / largest).mean())) if largest else 1.0
@@ -99,7 +99,7 @@ class PruningPlan:
 
     @classmethod
     def keep_all(cls, geometry: Geometry) -> PruningPlan:
-        """The plan that removes nothing: the dense model."""
+        """Return the plan that removes nothing: the dense model."""
         return cls(
             kept_groups=tuple(tuple(range(k)) for k in geometry.kv_heads),
             kept_channels=tuple(tuple(range(m)) for m in geometry.mlp_width),
@@ -114,14 +114,14 @@ class PruningPlan:
 
     @property
     def structure(self) -> str:
-        """A digest of what is kept: plans of equal structure make the same model, whatever method chose them."""
+        """Return a digest of what is kept: plans of equal structure make the same model, whatever method chose them."""
         state = hashlib.sha256()
         for kept in (*self.kept_groups, *self.kept_channels):
             state.update(np.array([len(kept), *kept], dtype=np.int64).tobytes())
         return state.hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """For pruning_plan.json: enough to rebuild the model from the dense one."""
+        """Return the content of pruning_plan.json: enough to rebuild the model from the dense one."""
         return {
             "target_params": self.target_params,
             "removed_params": self.removed_params,
@@ -135,7 +135,7 @@ class PruningPlan:
 
     @classmethod
     def from_dict(cls, values: Any) -> PruningPlan:
-        """The inverse of `to_dict`. Raises ValueError that names a field which is missing or wrong."""
+        """Return the inverse of `to_dict`. Raises ValueError that names a field which is missing or wrong."""
         stored = validated(_StoredPlan, values)
         return cls(
             kept_groups=tuple(layer.kept_groups for layer in stored.layers),

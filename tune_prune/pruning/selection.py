@@ -26,8 +26,8 @@ from tune_prune.pruning.shapes import Floors, Kept
 
 
 def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: float = 1.0) -> int:
-    """Parameters to remove: floor(ratio * all). Raises Infeasible where the decoder layers do not hold that many, by the part `cap`
-    of their groups and channels at most, and where the shape alone takes more."""
+    """Return the number of parameters to remove: floor(ratio * all). Raises Infeasible where the decoder layers do not hold that
+    many, by the part `cap` of their groups and channels at most, and where the shape alone takes more."""
     total = geometry.total_params
     target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape, Floors.of(geometry, cap))
     asked = f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {total:,} parameters, but"
@@ -55,8 +55,8 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: f
 
 
 def target_params(geometry: Geometry, pruning_ratio: float, shape: str, cap: float = 1.0) -> int:
-    """The budget of a ratio that somebody asks for: at least the smallest part that the shape lets one remove, such as an MLP
-    channel. Raises Infeasible, too, where it is less."""
+    """Return the budget of a ratio that somebody asks for: at least the smallest part that the shape lets one remove, such as an
+    MLP channel. Raises Infeasible, too, where it is less."""
     target, bounds = budget(geometry, pruning_ratio, shape, cap), shapes.removal_bounds(geometry, shape)
     if target < bounds.smallest:
         least = math.ceil(1e6 * bounds.smallest / geometry.total_params) / 1e6
@@ -68,15 +68,15 @@ def target_params(geometry: Geometry, pruning_ratio: float, shape: str, cap: flo
 
 
 def _rounded_down(ratio: float) -> float:
-    """To three digits after the point, or to as many as leave something to ask for."""
+    """Round down to three digits after the point, or to as many as leave something to ask for."""
     return next((floor for digits in (3, 6, 9) if (floor := int(ratio * 10**digits) / 10**digits) > 0), 0.0)
 
 
 def select(
     scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: float = 1.0
 ) -> PruningPlan:
-    """The plan that removes the lowest-scored groups, of a layer at most the part `cap`, and leaves layers of that shape. `scores`
-    must be finite; raises NotFinite if they are not, Infeasible if the model cannot take the budget or the shape."""
+    """Return the plan that removes the lowest-scored groups, of a layer at most the part `cap`, and leaves layers of that shape.
+    `scores` must be finite; raises NotFinite if they are not, Infeasible if the model cannot take the budget or the shape."""
     target = budget(geometry, pruning_ratio, shape, cap)
     return further(PruningPlan.keep_all(geometry), scores, geometry, target, shape, cap)
 
@@ -91,10 +91,10 @@ def further(
     spare: int = 0,
     whole: int | None = None,
 ) -> PruningPlan:
-    """`plan`, of a model of that `geometry`, going on until `target` parameters in all are removed: it drops the lowest-scored of
-    what it keeps, which `scores` are of, and leaves layers of that shape, each with `spare` channels more than it must keep, where
-    it has them. Where the shape does not let so little or so much be removed now, what is nearest to that. With `whole` it is on
-    its way to that many: a part that may go and does not fit yet is waited for. Raises NotFinite."""
+    """Continue `plan`, of a model of that `geometry`, going on until `target` parameters in all are removed: it drops the
+    lowest-scored of what it keeps, which `scores` are of, and leaves layers of that shape, each with `spare` channels more than it
+    must keep, where it has them. Where the shape does not let so little or so much be removed now, what is nearest to that. With
+    `whole` it is on its way to that many: a part that may go and does not fit yet is waited for. Raises NotFinite."""
     left, floors = geometry_of(plan, geometry), Floors.of(geometry, cap).raised(spare)
     bounds = shapes.removal_bounds(left, shape, floors)
 
@@ -118,7 +118,8 @@ def on_the_way(
     shape: str,
     cap: float = 1.0,
 ) -> PruningPlan:
-    """As `further` to floor(whole * step / steps), where `whole` is removed in all, later, and nothing that is gone comes back.
+    """Continue a plan as `further` does, to floor(whole * step / steps), where `whole` is removed in all, later, and nothing that
+    is gone comes back.
 
     Enough channels are left to make up for any KV group that goes or stays then; otherwise a later budget between two numbers of
     KV groups could not be met. What goes at once and is larger than a step's part of the budget is waited for: otherwise it never
@@ -140,7 +141,8 @@ def on_the_way(
 
 
 def geometry_of(plan: PruningPlan, geometry: Geometry) -> Geometry:
-    """Of the model that `plan` makes of one of that `geometry`. Every layer keeps a KV group and a channel, or had none."""
+    """Return the geometry of the model that `plan` makes of one of that `geometry`. Every layer keeps a KV group and a channel, or
+    had none."""
     groups, widths = (tuple(map(len, kept)) for kept in (plan.kept_groups, plan.kept_channels))
     return replace(
         geometry,
@@ -152,7 +154,7 @@ def geometry_of(plan: PruningPlan, geometry: Geometry) -> Geometry:
 
 
 def _within(before: Kept, now: Kept) -> Kept:
-    """What `now` keeps of what was kept `before`, by the indices of that time."""
+    """Return what `now` keeps of what was kept `before`, by the indices of that time."""
     return tuple(tuple(kept[i] for i in places) for kept, places in zip(before, now, strict=True))
 
 
@@ -179,7 +181,7 @@ def _selected(
 
 
 def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:
-    """Parameters that are removed when these groups and channels are kept."""
+    """Count the parameters that are removed when these groups and channels are kept."""
     removed = 0
     for layer, (groups, channels) in enumerate(zip(kept_groups, kept_channels, strict=True)):
         removed += (geometry.kv_heads[layer] - len(groups)) * geometry.group_cost[layer]
@@ -191,8 +193,8 @@ def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:
 def _lowest_first(
     scores: GroupScores, geometry: Geometry, floors: Floors, target: int, waits: bool
 ) -> tuple[Kept, Kept]:
-    """Kept KV groups and MLP channels after removing in ascending score, down to the floors, what fits into `target` parameters;
-    where it `waits`, up to the first that may go and does not fit."""
+    """Return the kept KV groups and MLP channels after removing in ascending score, down to the floors, what fits into `target`
+    parameters; where it `waits`, up to the first that may go and does not fit."""
     values = [part for pair in zip(scores.attention, scores.mlp, strict=True) for part in pair]
     flat = np.concatenate(values)
     sizes = [len(part) for part in values]
@@ -204,7 +206,7 @@ def _lowest_first(
     left = target
 
     def cost(position: int) -> int:
-        """Parameters that removing this group or channel now removes; more than the target where it must be kept."""
+        """Count the parameters that removing this group or channel now removes; more than the target where it must be kept."""
         block = blocks[position]
         layer, is_mlp = divmod(block, 2)
         if there[block] <= least[block]:

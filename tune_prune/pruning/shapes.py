@@ -32,7 +32,7 @@ Kept = tuple[tuple[int, ...], ...]  # kept indices per layer, sorted
 
 
 def resolve(shape: str, align: int | None, total_params: int) -> str:
-    """The shape of a configuration for a model of that size.
+    """Return the shape of a configuration for a model of that size.
 
     "aligned" gets its number: `align`, or the one that suits the size. "uniform" gets `align`, or from 1B parameters on the same
     number; a smaller model's width stays free. BY_SIZE is aligned from 1B parameters on, where a GPU runs layers of any widths
@@ -49,7 +49,7 @@ def resolve(shape: str, align: int | None, total_params: int) -> str:
 
 
 def is_uniform(shape: str) -> bool:
-    """Whether all layers are left with the same widths."""
+    """Return whether all layers are left with the same widths."""
     return shape.partition("-")[0] == "uniform"
 
 
@@ -73,24 +73,25 @@ class Floors:
 
     @classmethod
     def of(cls, geometry: Geometry, cap: float = 1.0) -> Floors:
-        """Where at most the part `cap` of each layer's may go: and of layers that cached decoding relies on one group."""
+        """Make the floors where at most the part `cap` of each layer's may go: and of layers that cached decoding relies on one
+        group."""
         one = set(geometry.cache_layers)
         groups, channels = ([_left(n, cap) for n in sizes] for sizes in (geometry.kv_heads, geometry.mlp_width))
         return cls(tuple(max(n, layer in one) for layer, n in enumerate(groups)), tuple(channels))
 
     def raised(self, channels: int) -> Floors:
-        """With so many channels more in every layer."""
+        """Return the floors with so many channels more in every layer."""
         return replace(self, channels=tuple(least + channels for least in self.channels))
 
 
 def _left(count: int, cap: float) -> int:
-    """Of so many at least, where the part `cap` may go: exactly, as decimal numbers are meant."""
+    """Return how many of so many are left at least where the part `cap` may go: exactly, as decimal numbers are meant."""
     return count - int(Fraction(str(cap)) * count)
 
 
 def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None) -> RemovalBounds:
-    """The bounds of a budget; `floors`, where they are higher than those of the shape. Raises Infeasible where the model has layers
-    that cannot take the shape."""
+    """Return the bounds of a budget; `floors`, where they are higher than those of the shape. Raises Infeasible where the model has
+    layers that cannot take the shape."""
     n, floors = alignment(shape), floors or Floors.of(geometry)
     if shape == "free":
         channels = [
@@ -119,12 +120,13 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
 
 
 def largest_part(geometry: Geometry) -> int:
-    """Parameters of the most that goes at once where layers differ: the last KV group of one."""
+    """Count the parameters of the most that goes at once where layers differ: the last KV group of one."""
     return max(map(sum, zip(geometry.group_cost, geometry.last_group_extra, strict=True)))
 
 
 def _removable(geometry: Geometry, floors: Floors) -> int:
-    """Parameters of all that is above the floors; of a layer that keeps no KV group also those that go with the last one."""
+    """Count the parameters of all that is above the floors; of a layer that keeps no KV group also those that go with the last
+    one."""
     groups = zip(geometry.kv_heads, floors.groups, geometry.group_cost, geometry.last_group_extra, strict=True)
     channels = zip(geometry.mlp_width, floors.channels, geometry.channel_cost, strict=True)
     attention = sum((k - least) * cost + (0 if least else extra) for k, least, cost, extra in groups)
@@ -156,7 +158,8 @@ def _remainder_params(geometry: Geometry, n: int) -> int:
 
 
 def _blocks(geometry: Geometry, n: int) -> Geometry:
-    """The geometry in which an MLP channel is a block of n that may be removed: all whole blocks but the best of each layer."""
+    """Return the geometry in which an MLP channel is a block of n that may be removed: all whole blocks but the best of each
+    layer."""
     return replace(
         geometry,
         mlp_width=tuple(m // n - 1 for m in geometry.mlp_width),
@@ -165,7 +168,8 @@ def _blocks(geometry: Geometry, n: int) -> Geometry:
 
 
 def _of_blocks(geometry: Geometry, floors: Floors, n: int) -> Floors:
-    """The floors in that geometry: every layer keeps a KV group, and as many blocks as hold its channels, of those that it has."""
+    """Return the floors in that geometry: every layer keeps a KV group, and as many blocks as hold its channels, of those that it
+    has."""
     pairs = zip(geometry.mlp_width, floors.channels, strict=True)
     blocks = tuple(min(m // n, max(1, math.ceil(least / n))) - 1 for m, least in pairs)
     return Floors(tuple(max(1, least) for least in floors.groups), blocks)
@@ -197,7 +201,7 @@ class Aligned:
         return cls(n, order, *blocks, _remainder_params(geometry, n))
 
     def channels(self, kept_blocks: Kept) -> Kept:
-        """The channels of these blocks, and of the last one of each layer."""
+        """Return the channels of these blocks, and of the last one of each layer."""
         kept = []
         for order, blocks in zip(self.order, kept_blocks, strict=True):
             whole = order[len(order) % self.n :].reshape(-1, self.n)
@@ -214,8 +218,8 @@ def _uniform_removed(geometry: Geometry, k: int, m: int) -> int:
 
 
 def _uniform_ends(geometry: Geometry, floors: Floors, n: int) -> tuple[tuple[int, ...], int, int]:
-    """The numbers of KV groups that a plain config can state and all layers may keep, ascending; and the least and the largest MLP
-    width, multiples of n."""
+    """Return the numbers of KV groups that a plain config can state and all layers may keep, ascending; and the least and the
+    largest MLP width, multiples of n."""
     heads = tuple(k for k in geometry.uniform_kv_heads if k >= max(floors.groups)) or geometry.uniform_kv_heads[-1:]
     widest = min(geometry.mlp_width) // n * n
     return heads, min(-(-max(1, *floors.channels) // n) * n, widest), widest
@@ -240,7 +244,7 @@ def _uniform_bounds(geometry: Geometry, floors: Floors, n: int) -> RemovalBounds
 def uniform(
     scores: GroupScores, geometry: Geometry, floors: Floors, target: int, whole: int | None, n: int = 1
 ) -> tuple[Kept, Kept]:
-    """Kept KV groups and MLP channels, the same numbers in every layer, each layer its best ones.
+    """Return kept KV groups and MLP channels, the same numbers in every layer, each layer its best ones.
 
     For each K that a plain config can state, M is the smallest multiple of n that does not remove more than the target. Of these
     pairs those count that miss it by less than n MLP channels of every layer (where none does: the nearest), and of them the one
@@ -252,7 +256,7 @@ def uniform(
     heads, narrowest, widest = _uniform_ends(geometry, floors, n)
 
     def within(budget: int, least_k: int, least_m: int) -> list[tuple[int, int, int]]:
-        """Parameters missing to the budget, K, M."""
+        """Return parameters missing to the budget, K, M."""
         widths = {
             k: max(least_m, -((budget - _uniform_removed(geometry, k, 0)) // step) * n) for k in heads if k >= least_k
         }

@@ -1,8 +1,11 @@
 """Make the smaller model: real smaller matrices, no masks.
 
-The pruned copy shares every untouched tensor (embeddings, norms, head) with the dense model, so it costs only the sliced
-projections; the dense model is left as it was. Of a model whose weights are elsewhere the copy is as empty as the model, and
-its weights are cut one by one. What was done to the weights besides (pruning.compensation) is applied to what is cut.
+A model is modules and a mapping from parameter names to weights. An operation on weights (`cut` here, `padding.pad`,
+`checkpoint.layers`) changes the sizes that the modules state and puts a mapping around the one before: a weight is read, cut,
+refitted and filled up when it is asked for. Where it comes from, from memory or from a file, makes no difference.
+
+The pruned copy shares every untouched tensor (embeddings, norms, head) with the dense model, so in memory it costs only the
+sliced projections; the dense model is left as it was.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
-from tune_prune.models.runner.layer_weights import LazyWeights
+from tune_prune.models.runner.layer_weights import LazyWeights, Weights, bring
 from tune_prune.pruning.groups import PruningPlan
 
 Updates = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # B [out, r] and A [r, in], float32
@@ -25,8 +28,8 @@ Updates = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # B [out, r] and A [r
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What is done to weights after the cut, by their parameters' names: `refitted` ones take the place of what was cut, and
-    products B A of `updates` are added."""
+    """Changes of weights after the cut, by parameter name: a `refitted` weight takes the place of what was cut, and the product
+    B A of `updates` is added."""
 
     refitted: Mapping[Hashable, torch.Tensor] = field(default_factory=dict)
     updates: Updates = field(default_factory=dict)
@@ -38,7 +41,7 @@ class Changes:
         return name in self.refitted or name in self.updates
 
     def applied(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """What becomes of the weight of that name, which was cut; on its device, in its dtype."""
+        """Return the weight of that name as it is after the changes, from the one that was cut: on its device, in its dtype."""
         if name in self.refitted:
             weight = self.refitted[name].to(weight.device, weight.dtype)
         if name in self.updates:
@@ -50,55 +53,85 @@ class Changes:
 NONE = Changes()
 
 
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A smaller model that need not be in memory: its modules, of which parameters that differ from the dense model's are on the
+    meta device, and all weights by parameter name, each made when it is asked for."""
+
+    model: PreTrainedModel
+    weights: Weights
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Sketch:
+        """Return a model that is in memory as a sketch of itself."""
+        return cls(model, dict(model.named_parameters(remove_duplicate=False)))
+
+    def in_memory(self, device: torch.device | None = None) -> PreTrainedModel:
+        """Return the model itself, with what it lacked brought to `device` (None: to where the weights are)."""
+        bring(self.model, self.weights, device)
+        return self.model
+
+
 def prune(model: PreTrainedModel, family: Family, plan: PruningPlan, changes: Changes = NONE) -> PreTrainedModel:
-    """A copy of `model` without the groups that `plan` drops, with `changes` to what is left. Raises ValueError if the plan is for
-    another model."""
-    # deepcopy takes whatever the memo already holds, so the copy is built from shared parameters and sliced modules.
-    memo: dict[int, object] = {id(p): p for p in model.parameters()}
-    for index, (layer, groups, channels) in enumerate(planned_layers(model, family, plan)):
-        parts, cut = family.linears(layer), kept_members(layer, family, groups, channels)
-        for role, linear in parts.items():
-            name = weight_name(family, index, role)
-            left = _cut(linear, role, cut[role]) if role in cut else linear
-            if not left.weight.is_meta and name in changes:  # of an empty copy only the shapes count
-                left = _linear(changes.applied(name, left.weight.detach()), left.bias)
-            if left is not linear:
-                memo[id(linear)] = left
-        if not groups:
-            attention = layer.get_submodule(family.attention)
-            memo[id(attention)] = RemovedBlock("attention", parts["output"].bias)
-        if not channels:
-            memo[id(layer.get_submodule(family.mlp))] = RemovedBlock("mlp", parts["down"].bias)
-    return copy.deepcopy(model, memo)
+    """Return a copy of `model`, which is in memory, without the groups that `plan` drops, with `changes` to what is left. Raises
+    ValueError if the plan is for another model."""
+    return cut(model, family, plan, changes=changes).in_memory()
 
 
-def pruned_weights(
+def cut(
     model: PreTrainedModel,
     family: Family,
     plan: PruningPlan,
-    weights: Mapping[str, torch.Tensor],
+    weights: Weights | None = None,
     changes: Changes = NONE,
-) -> LazyWeights:
-    """The weights of `prune(model, family, plan, changes)` from those of `model`, by parameter name, each cut when it is asked
-    for; `model` itself may be on the meta device. Raises ValueError if the plan is for another model."""
-    cuts: dict[str, tuple[int, torch.Tensor]] = {}  # along which dimension, and what stays
-    for index, (layer, groups, channels) in enumerate(planned_layers(model, family, plan)):
-        for role, kept in kept_members(layer, family, groups, channels).items():
-            name = weight_name(family, index, role)
-            cuts[name] = _dimension(role), kept
-            if _dimension(role) == 0:
-                cuts[f"{name.removesuffix('weight')}bias"] = 0, kept
+) -> Sketch:
+    """Sketch `model` without the groups that `plan` drops. `weights`: those of `model` where it is on the meta device; None: its
+    own. Raises ValueError if the plan is for another model."""
+    own = Sketch.of(model).weights if weights is None else weights
+    cuts: dict[str, tuple[int, torch.Tensor]] = {}  # the dimension along which a parameter is cut, and what it keeps
+    # deepcopy takes what the memo already holds: the copy has modules of its own, and the dense model's parameters.
+    pruned = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for index, (layer, groups, channels) in enumerate(planned_layers(pruned, family, plan)):
+        kept = kept_members(layer, family, groups, channels)
+        parts = family.linears(layer)
+        for role, linear in parts.items():
+            name, dimension = weight_name(family, index, role), int(role in ("output", "down"))
+            size = [linear.out_features, linear.in_features]
+            if role in kept:
+                cuts[name] = dimension, kept[role]
+                if dimension == 0:
+                    cuts[f"{name.removesuffix('weight')}bias"] = cuts[name]
+                size[dimension] = len(kept[role])
+            if role in kept or name in changes:
+                resize(linear, *size)
+        if not groups:
+            setattr(layer, family.attention, RemovedBlock("attention", parts["output"].bias))
+        if not channels:
+            setattr(layer, family.mlp, RemovedBlock("mlp", parts["down"].bias))
 
     def find(name: str) -> torch.Tensor:
-        return changes.applied(name, weights[name].index_select(*cuts[name]) if name in cuts else weights[name])
+        weight = own[name]
+        if name in cuts:
+            dimension, members = cuts[name]
+            weight = weight.index_select(dimension, members.to(weight.device))
+        return changes.applied(name, weight)
 
-    return LazyWeights(weights, find)
+    return Sketch(pruned, LazyWeights(own, find))
+
+
+def resize(linear: nn.Linear, rows: int, columns: int) -> None:
+    """Give `linear` a weight of that size on the meta device, and such a bias unless the rows stay as many."""
+    like = torch.empty(rows, columns, dtype=linear.weight.dtype, device="meta")
+    if linear.bias is not None and rows != linear.out_features:
+        linear.bias = nn.Parameter(like.new_empty(rows), requires_grad=False)
+    linear.weight = nn.Parameter(like, requires_grad=False)
+    linear.out_features, linear.in_features = rows, columns
 
 
 def planned_layers(
     model: PreTrainedModel, family: Family, plan: PruningPlan
 ) -> Iterator[tuple[nn.Module, tuple[int, ...], tuple[int, ...]]]:
-    """Each layer with the KV groups and the channels that it keeps."""
+    """Yield each layer with the KV groups and the channels that it keeps."""
     layers = decoder_layers(model, family)
     if len(layers) != len(plan.kept_groups):
         raise ValueError(f"the plan is for {len(plan.kept_groups)} layers, the model has {len(layers)}")
@@ -106,14 +139,15 @@ def planned_layers(
 
 
 def weight_name(family: Family, layer: int, role: str) -> str:
-    """Of the parameter that is the weight of a projection."""
+    """Return the name of a projection's weight parameter, e.g. 'model.layers.3.mlp.down_proj.weight'."""
     return f"{family.layers}.{layer}.{family.projections()[role]}.weight"
 
 
 def kept_members(
     layer: nn.Module, family: Family, groups: tuple[int, ...], channels: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """What the projections of a layer keep, by role: rows, or columns of output and down. Those that keep all are left out."""
+    """Return what the projections of a layer keep, by role: rows, or columns of output and down. Projections that keep all are
+    left out."""
     parts = family.linears(layer)
     kept = {}
     if "key" in parts:  # a pruned checkpoint may have lost it
@@ -128,29 +162,5 @@ def kept_members(
 
 
 def _members(groups: tuple[int, ...], width: int) -> torch.Tensor:
-    """Row numbers of the groups when every group is `width` consecutive rows."""
+    """Return the row numbers of the groups when every group is `width` consecutive rows."""
     return (torch.tensor(groups, dtype=torch.long).unsqueeze(1) * width + torch.arange(width)).flatten()
-
-
-def _dimension(role: str) -> int:
-    """Of its weight, along which groups lie."""
-    return 1 if role in ("output", "down") else 0
-
-
-def _cut(linear: nn.Linear, role: str, kept: torch.Tensor) -> nn.Linear:
-    kept = kept.to(linear.weight.device)
-    weight = linear.weight.detach().index_select(_dimension(role), kept)
-    if linear.bias is None or _dimension(role) == 1:
-        return _linear(weight, linear.bias)
-    return _linear(weight, linear.bias.detach()[kept])
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    out_features, in_features = weight.shape
-    # A smallest possible module: its initialisation is replaced at once, and one of no elements would warn.
-    linear = nn.Linear(1, 1, bias=bias is not None, device="meta")
-    linear.in_features, linear.out_features = in_features, out_features
-    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False) if not isinstance(bias, nn.Parameter) else bias
-    return linear

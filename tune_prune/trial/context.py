@@ -36,7 +36,7 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
 from tune_prune.trial.fallback import Fallback, Use, load
-from tune_prune.trial.recipe import Recipe
+from tune_prune.trial.recipe import Made, Recipe
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class TrialContext:
         known = loaded.tokenizer, loaded.model.config.vocab_size
         self.calibration_tokens = cache(partial(self.contents.calibration_tokens, *known))  # by source
         self._items_in: dict[str, int] = {}  # by source; a cache of a method would hold this object, and so the model
-        self._copy: tuple[str, PreTrainedModel, int] | None = None  # by structure, the pruned one and its parameters
+        self._copy: tuple[str, Made] | None = None  # the pruned model, and its structure
 
     @classmethod
     def open(
@@ -212,19 +212,22 @@ class TrialContext:
         def make(_: int) -> tuple[PruningPlan, int]:
             self.drop_copy()
             plan = choose()
-            model = self.model_of(Recipe(plan))
-            return plan, self._copy[2] if self._copy is not None else _count(model)
+            return plan, self._made(Recipe(plan)).params
 
         return self.fitted("pruning", "measure", make)
 
     def model_of(self, recipe: Recipe) -> PreTrainedModel:
-        """The dense model or, where the plan of `recipe` drops something, the copy that it makes; the last copy is kept until
-        `drop_copy`."""
+        """Return the dense model or, where the plan of `recipe` drops something, the copy that it makes; the last copy is kept
+        until `drop_copy`."""
+        return self._made(recipe).model
+
+    def _made(self, recipe: Recipe) -> Made:
+        dense = self.loaded
         if not recipe.plan.removed_params:
-            return self.loaded.model
+            return Made(dense.model, _count(dense.model), dense.residency.weights)
         if self._copy is None or self._copy[0] != recipe.structure:
             self._copy = None  # before the next one is made
-            self._copy = recipe.structure, *recipe.make(self.loaded)
+            self._copy = recipe.structure, recipe.make(dense)
         return self._copy[1]
 
     def drop_copy(self) -> None:
@@ -232,11 +235,11 @@ class TrialContext:
         self._copy = None
 
     def residency_of(self, recipe: Recipe) -> Residency:
-        """Of the model that `recipe` makes: weights that are elsewhere are cut when they are brought."""
-        dense = self.loaded
-        if dense.residency.weights is None or (dense.residency.pruned_whole and recipe.plan.removed_params):
+        """Return how the model that `recipe` makes is held: weights that are elsewhere are cut when they are brought."""
+        held = self.loaded.residency
+        if held.weights is None or (held.pruned_whole and recipe.plan.removed_params):
             return RESIDENT
-        return replace(dense.residency, weights=recipe.weights(dense, self.model_of(recipe)))
+        return replace(held, weights=self._made(recipe).weights)
 
     def windows(self, samples: Samples, count: int) -> torch.Tensor:
         run = self.run.of(samples)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
-from tune_prune.checkpoint import origin
+from tune_prune.checkpoint import manifest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
@@ -215,7 +215,7 @@ def dense_model(settings: SearchSettings, name: str, fast: Callable[[], bool]) -
     config = loading.load_config(source)
     dtype = settings.dtype or loading.default_dtype(loading.stored_as(source, config), fast)
     run = model_run(settings, name, source, dtype)
-    origin.require_dense(source, config)
+    manifest.require_dense(source, config)
     return DenseModel(source, run, config, loading.config_geometry(config)[1], loading.load_tokenizer(source))
 
 

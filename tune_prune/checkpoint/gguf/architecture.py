@@ -32,7 +32,7 @@ from tune_prune.pruning.shapes import is_uniform
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a graph of llama.cpp can represent."""
+    """A graph of llama.cpp, and the models that it can represent."""
 
     name: str
     per_layer: bool = False  # layers of different widths, or without a block
@@ -74,8 +74,8 @@ _UNROTATED = 4  # of SmolLM3 every such layer has no rotary embedding, whatever 
 
 
 def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
-    """The first architecture of the family that can represent `model` (of the family's own class, its layers cut or all alike).
-    Raises UserError where none can, with every reason, and ValueError where the first layer has no attention."""
+    """Return the first architecture of the family that can represent `model` (of the family's own class, its layers cut or all
+    alike). Raises UserError where none can, with every reason, and ValueError where the first layer has no attention."""
     if not widths(model, family)[0].kv_heads:
         raise ValueError("the first layer has no attention: llama.cpp would read the head size and the cache there")
     check_config(model.config)
@@ -93,7 +93,7 @@ def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
 
 @dataclass(frozen=True)
 class Scales:
-    """What tensors of the file are multiplied by, so that a Llama graph makes the logits of a Granite model; 1 for other models.
+    """Factors of tensors of the file, so that a Llama graph makes the logits of a Granite model; 1 for other models.
 
     With hidden states h, blocks f and Granite's multipliers m (embeddings), r (residuals) and s (logits), h_0 = m E and h_i+1 =
     h_i + r f(norm(h_i)); logits are W norm(h_n) / s. Of h / r the blocks add f itself, it begins with m/r E, and its norms are the
@@ -120,12 +120,12 @@ class Scales:
 
 
 def embedding(model: PreTrainedModel) -> torch.Tensor:
-    """[vocabulary, H]"""
+    """Return the embeddings [vocabulary, H]."""
     return cast(torch.Tensor, model.get_input_embeddings().weight)
 
 
 def head(model: PreTrainedModel) -> torch.Tensor:
-    """[vocabulary, H]"""
+    """Return the output head [vocabulary, H]."""
     return cast(torch.Tensor, model.get_output_embeddings().weight)
 
 
@@ -134,11 +134,11 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def parameter(module: nn.Module, path: str) -> torch.Tensor | None:
-    """A parameter by its path, or None where it, or the module that would have it, is not there."""
-    found: Any = module
+    """Return a parameter by its path, or None where it, or the module that would have it, is not there."""
+    value: Any = module
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return cast("torch.Tensor | None", found)
+        value = getattr(value, part, None)
+    return cast("torch.Tensor | None", value)
 
 
 def _unsupported(reason: str, first: str = "") -> UserError:
@@ -210,7 +210,7 @@ def _check_parameters(model: PreTrainedModel, family: Family) -> None:
 
 
 def _problems(architecture: Architecture, model: PreTrainedModel, family: Family) -> Iterator[str]:
-    """Why the architecture cannot represent the model: clauses that follow its name."""
+    """Return why the architecture cannot represent the model: clauses that follow its name."""
     sizes = widths(model, family)
     layers = decoder_layers(model, family)
     if not architecture.per_layer and (len(set(sizes)) > 1 or sizes[0].skip):

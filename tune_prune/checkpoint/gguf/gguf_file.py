@@ -18,7 +18,7 @@ Sources: github.com/ggml-org/ggml, docs/gguf.md; llama.cpp as architecture.py sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -42,15 +42,15 @@ from tune_prune.checkpoint.gguf.architecture import (
 from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
 from tune_prune.checkpoint.layers import LayerWidths, widths
 from tune_prune.core import terminal
-from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.pruning.surgery import Sketch
 
 _FLOATS = {
-    "f16": (torch.float16, gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    "bf16": (torch.bfloat16, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
-    "f32": (torch.float32, gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
 }
-DTYPES = tuple(_FLOATS)
 STAND_IN = 32  # channels of an MLP of zeros: one block of llama.cpp's quantised types
 _NAMES = {
     "query": "attn_q",
@@ -79,7 +79,7 @@ class _Tensor:
         return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
 
     def values(self, dtype: torch.dtype, read: _Read) -> torch.Tensor:
-        """Raises UserError where a weight is too large for `dtype`."""
+        """Return what is written. Raises UserError where a weight is too large for `dtype`."""
         stacked = torch.cat([read(source).detach().cpu() for source in self.sources])
         if self.scale != 1:
             stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mul_(self.scale)
@@ -95,29 +95,23 @@ class _Tensor:
 
 
 def write_gguf(
-    model: PreTrainedModel,
-    family: Family,
-    tokenizer_dir: Path,
-    path: Path,
-    dtype: str = "f16",
-    name: str = "tune_prune",
-    weights: Mapping[str, torch.Tensor] | None = None,
+    pruned: Sketch, family: Family, tokenizer_dir: Path, path: Path, dtype: torch.dtype, name: str = "tune_prune"
 ) -> tuple[str, ...]:
-    """Write `model` with the tokenizer of the folder `tokenizer_dir` to `path`, and return what a user should know about
+    """Write a model with the tokenizer of the folder `tokenizer_dir` to `path`, and return what a user should know about
     the file, a sentence each.
 
-    `model` is of the family's own class, its layers cut by layers.compact or all alike; widths are read off its modules.
-    `dtype` is that of the matrices, one of DTYPES; `name` is what llama.cpp shows; `weights`: those of `model` by name, where it
-    has none itself. Takes the memory of one tensor. A file that is there is replaced once the new one is complete. Raises UserError
-    for what llama.cpp cannot represent.
+    `pruned` is of the family's own class, its empty layers dropped (layers.compact); widths are read off its modules.
+    `dtype` is that of the matrices, float16, bfloat16 or float32; `name` is what llama.cpp shows. Takes the memory of one tensor.
+    A file that is there is replaced once the new one is complete. Raises UserError for what llama.cpp cannot represent.
     """
+    model = pruned.model
     if dtype not in _FLOATS:
-        raise UserError(f"the dtype of a GGUF file cannot be {dtype!r} ({did_you_mean(dtype, _FLOATS)})")
-    torch_dtype, ggml_type, file_type = _FLOATS[dtype]
+        raise UserError(f"GGUF files are not written in {str(dtype).removeprefix('torch.')}; give --dtype float32")
+    ggml_type, file_type = _FLOATS[dtype]
     architecture = choose_architecture(model, family)
     vocabulary = read_vocabulary(tokenizer_dir, embedding(model).shape[0])
     sizes = widths(model, family)
-    read = _reader(model, weights)
+    read = _reader(pruned)
     scales = Scales.of(model, family.head_dim(decoder_layers(model, family)[0]))
     tensors = list(_tensors(model, family, architecture, sizes, scales, read))
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -132,7 +126,7 @@ def write_gguf(
     vocabulary.add_to(writer)
     for tensor in tensors:
         matrix = len(tensor.shape) > 1
-        size = math.prod(tensor.shape) * (torch_dtype.itemsize if matrix else 4)
+        size = math.prod(tensor.shape) * (dtype.itemsize if matrix else 4)
         kind = ggml_type if matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
     try:
@@ -140,7 +134,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in terminal.over(tensors, "writing", "tensors"):
-            values = tensor.values(torch_dtype if len(tensor.shape) > 1 else torch.float32, read)
+            values = tensor.values(dtype if len(tensor.shape) > 1 else torch.float32, read)
             # numpy has no bfloat16, but its bits
             writer.write_tensor_data((values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy())
         writer.close()
@@ -151,12 +145,10 @@ def write_gguf(
     return (*_notes(model, family, architecture, sizes), *vocabulary.notes)
 
 
-def _reader(model: PreTrainedModel, weights: Mapping[str, torch.Tensor] | None) -> _Read:
-    """What has the values of a parameter of `model`."""
-    if weights is None:
-        return lambda source: source
-    names = {id(p): name for name, p in model.named_parameters()}
-    return lambda source: weights[names[id(source)]] if id(source) in names else source
+def _reader(pruned: Sketch) -> _Read:
+    """Return what gives the values of a parameter of the model, and of another tensor itself."""
+    names = {id(p): name for name, p in pruned.model.named_parameters()}
+    return lambda source: pruned.weights[names[id(source)]] if id(source) in names else source
 
 
 def _add_sizes(
@@ -185,7 +177,7 @@ def _add_sizes(
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
-    """Rotary embedding, but for rope_type 'llama3', which is a tensor (`_frequencies`)."""
+    """Write the rotary embedding, but for rope_type 'llama3', which is a tensor (`_frequencies`)."""
     rope: dict[str, Any] = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
@@ -201,7 +193,7 @@ def _add_rope(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
 
 
 def _frequencies(config: PretrainedConfig) -> torch.Tensor:
-    """What divides each rotary frequency under rope_type 'llama3': [d/2]."""
+    """Return what divides each rotary frequency under rope_type 'llama3': [d/2]."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
     return config.rope_parameters["rope_theta"] ** -exponents / scaled.double()
@@ -215,7 +207,7 @@ def _tensors(
     scales: Scales,
     read: _Read,
 ) -> Iterator[_Tensor]:
-    """Every tensor of the file, in order."""
+    """Yield every tensor of the file, in order."""
     layers = decoder_layers(model, family)
     norm = model.get_submodule(f"{family.layers.rpartition('.')[0]}.norm")
     yield _Tensor("token_embd.weight", (embedding(model),), scale=scales.embedding)
@@ -249,7 +241,7 @@ def _attention(
 
 
 def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, head_dim: int) -> Iterator[_Tensor]:
-    """Nothing, or one head of zeros."""
+    """Yield nothing, or one head of zeros."""
     if not architecture.fused:
         return
     norm = _norm("attn_norm", layer, family.layer_norms[0])
@@ -264,7 +256,8 @@ def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, 
 def _mlp(
     layer: nn.Module, behind: nn.Module | None, family: Family, size: LayerWidths, read: _Read
 ) -> Iterator[_Tensor]:
-    """`behind` is the next layer if its attention is gone: this MLP adds the output bias that may be left of that."""
+    """Yield the tensors of an MLP; `behind` is the next layer if its attention is gone: this MLP adds the output bias that may be
+    left of that."""
     norm = _norm("ffn_norm", layer, family.layer_norms[1])
     yield norm
     if size.channels:

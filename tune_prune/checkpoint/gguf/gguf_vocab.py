@@ -91,7 +91,7 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
-    """The vocabulary of the tokenizer in `folder` for an embedding of so many rows. Raises UserError where llama.cpp would
+    """Return the vocabulary of the tokenizer in `folder` for an embedding of so many rows. Raises UserError where llama.cpp would
     split text otherwise, or where it has more tokens than rows."""
     tokenizer = load_tokenizer(ModelSource(folder.name, str(folder), "folder"))
     if len(tokenizer) > rows:
@@ -130,7 +130,7 @@ def _unsupported(folder: Path, reason: str) -> UserError:
 
 
 def _common(tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], rows: int) -> dict[str, Any]:
-    """The fields that both kinds of vocabulary have."""
+    """Return the fields that both kinds of vocabulary have."""
     added = {token["id"]: token for token in state["added_tokens"]}
     tokens = {index: text for text, index in state["model"]["vocab"].items()}
     tokens |= {index: token["content"] for index, token in added.items()}
@@ -163,7 +163,7 @@ def _common(tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], rows: int
 
 
 def _added_by_default(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
-    """Whether texts get a first and a last token. Raises UserError for other frames than these two."""
+    """Return whether texts get a first and a last token. Raises UserError for other frames than these two."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
     for add_bos in (False, True):
@@ -177,7 +177,7 @@ def _added_by_default(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
 
 
 def _pre_tokenizer(folder: Path, state: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """tokenizer.ggml.pre of a byte-level tokenizer, and what it leaves out."""
+    """Return tokenizer.ggml.pre of a byte-level tokenizer, and what it leaves out."""
     given = state["pre_tokenizer"] or {"type": "no pre-tokenizer"}
     parts = given["pretokenizers"] if given["type"] == "Sequence" else [given]
     split: list[tuple[Any, ...]] = []
@@ -205,7 +205,7 @@ def _pre_tokenizer(folder: Path, state: dict[str, Any]) -> tuple[str, tuple[str,
 
 
 def _prefixes_space(folder: Path, state: dict[str, Any]) -> bool:
-    """Whether a space is put before a text, of a tokenizer with spaces as U+2581."""
+    """Return whether a space is put before a text, of a tokenizer with spaces as U+2581."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
     normalizer, pre = state["normalizer"], state["pre_tokenizer"]
@@ -228,8 +228,8 @@ def _prefixes_space(folder: Path, state: dict[str, Any]) -> bool:
 
 
 def _scores(folder: Path, model: dict[str, Any], tokens: list[str]) -> list[float]:
-    """A score for each token, so that merging the neighbours whose union has the best score follows the merges: minus
-    the rank of the token's first merge. Raises UserError where no scores can do that, or bytes have no tokens."""
+    """Return a score for each token, so that merging the neighbours whose union has the best score follows the merges: minus the
+    rank of the token's first merge. Raises UserError where no scores can do that, or bytes have no tokens."""
     vocabulary = model["vocab"]
     missing = [token for token in (f"<0x{byte:02X}>" for byte in range(256)) if token not in vocabulary]
     if missing:

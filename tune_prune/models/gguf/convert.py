@@ -38,17 +38,11 @@ _EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 def ensure(file: Path, folder: Path) -> None:
     """Have `folder` (files.folder_of) hold the model of the GGUF file: whole or not at all, by one process while others that want
     it wait. Raises UserError for a file that cannot be read as a model, and where the cache has no room."""
-    if folder.is_dir() and files.head(folder) is not None:
+    if folder.is_dir():
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f"{folder.name}.lock")):
-            if folder.is_dir() and files.head(folder) is None:  # of an older version
-                about = header.read(file)
-                if _head_again(about):
-                    shutil.rmtree(folder)
-                else:
-                    _record(folder, file, about, "")
             if not folder.is_dir():
                 _convert(file, folder)
     except PermissionError as error:
@@ -73,12 +67,13 @@ def _convert(file: Path, folder: Path) -> None:
     made = temporary.make(str(folder.parent))
     try:
         model.config.save_pretrained(made)
-        _tokenizer(file).save_pretrained(made)
+        _transformers(AutoTokenizer, file).save_pretrained(made)
         weight_files.write_weights(made, model, LazyWeights(tensors, lambda name: tensors[name]()), _SHARD_BYTES)
         if about.license:
             text = yaml.safe_dump(about.license, sort_keys=False)
             atomic_write_text(made / "README.md", f"---\n{text}---\n")  # where a model folder states it
-        _record(made, file, about, _said_of_head(about) if again else "")
+        record = {"file": file.name, "quantization": about.quantization, "head": _said_of_head(about) if again else ""}
+        atomic_write_text(made / files.RECORD, to_json(record))
         for path in made.iterdir():
             with path.open("rb") as written:
                 os.fsync(written.fileno())
@@ -91,14 +86,9 @@ def _convert(file: Path, folder: Path) -> None:
         temporary.remove(made)
 
 
-def _record(folder: Path, file: Path, about: header.Header, head: str) -> None:
-    record = {"file": file.name, "quantization": about.quantization, "head": head}
-    atomic_write_text(folder / files.RECORD, to_json(record))
-
-
 def _head_again(about: header.Header) -> header.Header | None:
-    """The header without a head of its own, where that is the embeddings again, rounded otherwise: so some files store a model
-    whose embeddings are tied. Its one matrix is then the one of more bits. None where there is no head or one of its own.
+    """Return the header without a head of its own, where that is the embeddings again, rounded otherwise: so some files store a
+    model whose embeddings are tied. Its one matrix is then the one of more bits. None where there is no head or one of its own.
 
     Rounding changes rows of normal numbers by 1.5 to 2.7 / 2**bits of their norm (the most of 256 rows, from Q4_0 to Q8_0); 4 is
     allowed each, and matrices trained apart differ by more than all of it."""
@@ -117,7 +107,7 @@ def _head_again(about: header.Header) -> header.Header | None:
 
 
 def _bits(tensor: gguf.ReaderTensor) -> int:
-    """Significant bits of a number of that type."""
+    """Return the significant bits of a number of that type."""
     block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
     return {"F32": 24, "F16": 11, "BF16": 8}.get(tensor.tensor_type.name, 8 * size // block)
 
@@ -132,8 +122,8 @@ def _said_of_head(about: header.Header) -> str:
 
 
 def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel:
-    """The model without its weights; `tied`: its head is its embeddings although the file stores one. Raises UserError where its
-    sizes are none."""
+    """Return the model without its weights; `tied`: its head is its embeddings although the file stores one. Raises UserError where
+    its sizes are none."""
     config = _transformers(AutoConfig, file)
     if tied:
         config.tie_word_embeddings = True
@@ -155,13 +145,9 @@ def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel
     return model
 
 
-def _tokenizer(file: Path) -> Any:
-    return _transformers(AutoTokenizer, file)
-
-
 def _transformers(auto: Any, file: Path) -> Any:
-    """What transformers makes of the file, and of nothing that lies beside it: it would rather take a tokenizer.json there. Raises
-    UserError."""
+    """Return what transformers makes of the file, and of nothing that lies beside it: it would rather take a tokenizer.json there.
+    Raises UserError."""
     try:
         with temporary.folder() as alone:
             (alone / file.name).symlink_to(file.resolve())
@@ -175,7 +161,8 @@ def _transformers(auto: Any, file: Path) -> Any:
 
 
 def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> dict[str, Any]:
-    """What makes each parameter of `model`, by name. Raises UserError unless the tensors of the file are exactly the model's."""
+    """Return what makes each parameter of `model`, by name. Raises UserError unless the tensors of the file are exactly the
+    model's."""
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == about.architecture)
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     left, made = dict(about.tensors), {}
@@ -203,15 +190,15 @@ def _unfit(file: Path, what: str) -> UserError:
 
 
 def _maker(tensor: gguf.ReaderTensor, heads: int) -> Any:
-    """A function that gives the tensor in float32; with `heads`, rows 2i and 2i + 1 of each go half a head apart."""
+    """Return a function that gives the tensor in float32; with `heads`, rows 2i and 2i + 1 of each go half a head apart."""
 
     def make() -> torch.Tensor:
         rows = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
         values = np.empty((len(rows), int(tensor.shape[0])), np.float32)
         for start in range(0, len(rows), _ROWS):
             values[start : start + _ROWS] = gguf.dequantize(rows[start : start + _ROWS], tensor.tensor_type)
-        found = torch.from_numpy(values).view(*reversed(tensor.shape.tolist()))
-        return found.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else found
+        tensor_values = torch.from_numpy(values).view(*reversed(tensor.shape.tolist()))
+        return tensor_values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else tensor_values
 
     return make
 

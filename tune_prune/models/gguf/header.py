@@ -49,7 +49,7 @@ _SPLITS = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of its model."""
+    """A GGUF file's description of its model."""
 
     architecture: str  # one of ARCHITECTURES
     quantization: str  # e.g. Q4_1
@@ -59,8 +59,8 @@ class Header:
 
 
 def read(path: Path) -> Header:
-    """The header of the file. Raises UserError for what is no GGUF file, is damaged or cut off, or cannot be read as a dense model
-    of one of ARCHITECTURES."""
+    """Return the header of the file. Raises UserError for what is no GGUF file, is damaged or cut off, or cannot be read as a dense
+    model of one of ARCHITECTURES."""
     check_pointers([path])
     try:
         _check_room(path)
@@ -91,7 +91,7 @@ def read(path: Path) -> Header:
 
 
 def is_read(path: Path) -> bool:
-    """Whether `read` takes the file."""
+    """Return whether `read` takes the file."""
     try:
         read(path)
     except UserError:
@@ -100,7 +100,7 @@ def is_read(path: Path) -> bool:
 
 
 def _check_room(path: Path) -> None:
-    """Raises ValueError where the header states more than the file has room for, or arrays of arrays, which no setting is: the
+    """Raise ValueError where the header states more than the file has room for, or arrays of arrays, which no setting is: the
     reader believes every count, and goes on for ever."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -144,7 +144,7 @@ _LICENSE = ("license", "license_name", "license_link")
 
 
 def _quantization(values: dict[str, Any], tensors: list[gguf.ReaderTensor]) -> str:
-    """As the file calls it, else the type of most tensors."""
+    """Return the quantization as the file calls it, else the type of most tensors."""
     try:
         return gguf.LlamaFileType(values["general.file_type"]).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except (KeyError, ValueError):
@@ -152,7 +152,7 @@ def _quantization(values: dict[str, Any], tensors: list[gguf.ReaderTensor]) -> s
 
 
 def _unreadable(header: Header, values: dict[str, Any]) -> str:
-    """Why a file is not read, in a clause; empty where it is."""
+    """Return why a file is not read, in a clause; empty where it is."""
     arch, known = header.architecture, ", ".join(ARCHITECTURES)
     if values.get("general.type", "model") != "model":
         return f"it holds no model but a part of one (general.type {values['general.type']!r:.60})"
@@ -222,7 +222,7 @@ _HEAD_SIZES = ("attention.key_length", "attention.value_length")
 
 
 def _cut_off(header: Header) -> str:
-    """The reader clips what lies beyond the end of the file."""
+    """Return which tensor is cut off, as the reader clips what lies beyond the end of the file."""
     for tensor in header.tensors.values():
         if tensor.data.nbytes != tensor.n_bytes or math.prod(tensor.shape.tolist()) != tensor.n_elements:
             return f"its tensor {tensor.name} is cut off"

@@ -48,17 +48,25 @@ def on_device(tensor: Tensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(tensor.to(device, copy=mapped).contiguous(), requires_grad=False)
 
 
-def bring(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Give the modules of `model`, which is on the meta device, their `weights` on `device`. Parameters that it shares with another
-    model stay as they are there."""
+def bring(model: nn.Module, weights: Weights, device: torch.device | None) -> None:
+    """Give the modules of `model` those `weights` that they have on the meta device only: on `device`, or (None) where they are,
+    shared with whoever has them. Parameters on the meta device that it shares with another model stay as they are there."""
     names = {id(p): name for name, p in model.named_parameters()}
     brought: dict[int, nn.Parameter] = {}  # tied ones are brought once
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            brought.setdefault(id(p), on_device(weights[names[id(p)]], device))
-            module.register_parameter(name, brought[id(p)])
+            if p.is_meta:
+                if id(p) not in brought:
+                    brought[id(p)] = _parameter(weights[names[id(p)]], device)
+                module.register_parameter(name, brought[id(p)])
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            module._buffers[name] = buffer if device is None else buffer.to(device)
+
+
+def _parameter(weight: Tensor, device: torch.device | None) -> nn.Parameter:
+    if device is not None:
+        return on_device(weight, device)
+    return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight.contiguous(), requires_grad=False)
 
 
 def first_non_finite(weights: Weights) -> str | None:

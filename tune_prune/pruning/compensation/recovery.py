@@ -66,23 +66,19 @@ class Recovery:
 
     @classmethod
     def from_arrays(cls, arrays: State) -> Recovery:
-        """The one whose `arrays` these are. Raises KeyError or ValueError."""
-        names = arrays["names"].tolist()
-        parts = [
-            [torch.from_numpy(arrays[f"{part}-{index}"]) for part in ("out", "into")] for index in range(len(names))
-        ]
-        return cls(
-            {n: (out, into) for n, (out, into) in zip(names, parts, strict=True)},
-            float(arrays["before"]),
-            float(arrays["after"]),
-        )
+        """Make a recovery from its `arrays`. Raises KeyError or ValueError."""
+        updates = {
+            name: (torch.from_numpy(arrays[f"out-{index}"]), torch.from_numpy(arrays[f"into-{index}"]))
+            for index, name in enumerate(arrays["names"].tolist())
+        }
+        return cls(updates, float(arrays["before"]), float(arrays["after"]))
 
     def arrays(self) -> State:
-        """For the artifact cache."""
-        found = {"names": np.array(list(self.updates)), "before": np.array(self.before), "after": np.array(self.after)}
+        """Return arrays for the artifact cache."""
+        arrays = {"names": np.array(list(self.updates)), "before": np.array(self.before), "after": np.array(self.after)}
         for index, (out, into) in enumerate(self.updates.values()):
-            found |= {f"out-{index}": out.numpy(), f"into-{index}": into.numpy()}
-        return found
+            arrays |= {f"out-{index}": out.numpy(), f"into-{index}": into.numpy()}
+        return arrays
 
     @property
     def used(self) -> bool:
@@ -90,7 +86,7 @@ class Recovery:
 
     @property
     def error(self) -> float:
-        """What is left of the divergence on held-out samples: 1 where nothing was gained."""
+        """Return what is left of the divergence on held-out samples: 1 where nothing was gained."""
         return self.after / self.before if self.used else 1.0
 
 
@@ -107,8 +103,8 @@ def lora(
     kept: State | None = None,
     keep: Callable[[State], object] = id,
 ) -> Recovery:
-    """Trains adapters of the pruned `model`, into which they are put: it cannot be used afterwards. `windows` [samples, T], of
-    which the last HELD_OUT are held out; `dense` [samples, T, H]: what the dense model's head is given there. `rate`: the largest
+    """Train adapters of the pruned `model`, into which they are put: it cannot be used afterwards. `windows` [samples, T], of which
+    the last HELD_OUT are held out; `dense` [samples, T, H]: what the dense model's head is given there. `rate`: the largest
     learning rate; `rank`: of the adapters; `seed`: of their first values. `keep` is given the state of the training every
     KEEP_EVERY_S seconds; `kept`: such a state, from which it goes on, with the same result."""
     training = _Training(model, family, residency, steps, rate, rank, seed)
@@ -132,8 +128,8 @@ def lora(
 
 
 def work(steps: int, num_layers: int, rank: int) -> list[PassWork]:
-    """What so many steps compute: passes without gradients, of the dense model and over held-out samples before and
-    after, with the logits that need none; and those with gradients, without what adapters add."""
+    """Return what so many steps compute: passes without gradients, of the dense model and over held-out samples before and after,
+    with the logits that need none; and those with gradients, without what adapters add."""
     one, samples = step_work(steps, num_layers, rank), samples_of(steps) + 2 * HELD_OUT
     tokens, heads = samples * WINDOW, 2 * 2 * HELD_OUT * WINDOW  # of both models, before and after
     heads += steps * one.head_positions  # of the dense model, to which a step compares
@@ -143,13 +139,13 @@ def work(steps: int, num_layers: int, rank: int) -> list[PassWork]:
 
 
 def step_work(steps: int, num_layers: int, rank: int) -> PassWork:
-    """What one of so many steps computes, with adapters of that rank."""
+    """Return what one of so many steps computes, with adapters of that rank."""
     one = gradient_work([ROWS], WINDOW, num_layers, ROWS, 0)
     return replace(one, adapter_rank=rank, waiting_tokens=samples_of(steps) * WINDOW)
 
 
 def samples_of(steps: int) -> int:
-    """Calibration samples that so many steps take, where the text has as many."""
+    """Count the calibration samples that so many steps take, where the text has as many."""
     return steps * ROWS + HELD_OUT
 
 
@@ -202,7 +198,7 @@ class _Training:
         self._rate = lambda step: rate * _share(step, steps)
 
     def step(self, samples: Tensor, dense: Tensor) -> None:
-        """One step on samples [ROWS, T]."""
+        """Make one step on samples [ROWS, T]."""
         for p, gradient in zip(self.adapters.values(), self._gradients(samples, dense), strict=True):
             p.grad = gradient
         for group in self._optimizer.param_groups:
@@ -223,17 +219,17 @@ class _Training:
         if self._graph is not None:
             return self._graph(samples, dense)
         count = len(samples)
-        found = gradient_pass(self.runner, samples, [count], _Gradients, count, dense)
-        return (gradient for layer in found[count] for gradient in layer)
+        layers = gradient_pass(self.runner, samples, [count], _Gradients, count, dense)[count]
+        return (gradient for layer in layers for gradient in layer)
 
     def state(self) -> State:
-        """Where the training stands, to go on from there."""
-        found = {"done": np.array(self.done)}
+        """Return where the training stands, to go on from there."""
+        state = {"done": np.array(self.done)}
         moments = self._optimizer.state
         for index, p in enumerate(self.adapters.values()):
             parts = {"value": p, "first": moments[p]["exp_avg"], "second": moments[p]["exp_avg_sq"]}
-            found |= {f"{name}-{index}": part.detach().cpu().numpy().copy() for name, part in parts.items()}
-        return found
+            state |= {f"{name}-{index}": part.detach().cpu().numpy().copy() for name, part in parts.items()}
+        return state
 
     def restore(self, kept: State) -> None:
         self.done = done = int(kept["done"])
@@ -246,16 +242,16 @@ class _Training:
             }
 
     def updates(self) -> Updates:
-        found = {}
+        updates = {}
         for name, p in self.adapters.items():
             if _OUT in name:
                 into = self.adapters[name.replace(_OUT, _INTO)]
-                found[name.replace(_OUT, "")] = (self._scale * p.detach()).cpu(), into.detach().cpu()
-        return found
+                updates[name.replace(_OUT, "")] = (self._scale * p.detach()).cpu(), into.detach().cpu()
+        return updates
 
 
 class _Graph:
-    """The gradients of a step, of samples [ROWS, T], as one CUDA graph: what the pass does at once, without its launches."""
+    """Gradients of a step, of samples [ROWS, T], as one CUDA graph: what the pass does at once, without its launches."""
 
     def __init__(self, runner: LayerRunner, samples: Tensor, dense: Tensor) -> None:
         losses, device = runner.losses, runner.device
@@ -279,7 +275,7 @@ class _Graph:
 
 
 def _with_adapters(model: nn.Module, weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> LazyWeights:
-    """The weights of `model` with adapters, from those of the model without them."""
+    """Return the weights of `model` with adapters, from those of the model without them."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
     def find(name: str) -> Tensor:
@@ -289,7 +285,7 @@ def _with_adapters(model: nn.Module, weights: Mapping[str, Tensor], adapters: Ma
 
 
 def _share(step: int, steps: int) -> float:
-    """Of the largest learning rate, in that one of so many steps, from 0."""
+    """Return the part of the largest learning rate that step number `step`, from 0, of so many steps takes."""
     rising = min(WARM_UP, steps)
     return (step + 1) / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
 
@@ -299,7 +295,7 @@ def _is_adapter(name: str) -> bool:
 
 
 class _Gradients(Sums[list[Tensor]]):
-    """Of the adapters of `layers`, in their order, summed up over batches."""
+    """Gradients of the adapters of `layers`, in their order, summed up over batches."""
 
     def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
         self.adapters = [[p for name, p in layer.named_parameters() if _is_adapter(name)] for layer in layers]
@@ -331,7 +327,7 @@ class _Gradients(Sums[list[Tensor]]):
 
 @torch.inference_mode()
 def _divergence(runner: LayerRunner, windows: Tensor, dense: Tensor) -> float:
-    """The mean KL(dense || own) in nats of what is predicted at every token of `windows`."""
+    """Return the mean KL(dense || own) in nats of what is predicted at every token of `windows`."""
     total = 0.0
     batches = {start: windows[start : start + ROWS] for start in range(0, len(windows), ROWS)}
     for block in runner.blocks(batches):

@@ -47,8 +47,8 @@ DAMPINGS = (1, 10, 100)  # times what was asked for
 
 @dataclass(frozen=True)
 class BlockRefit:
-    """What a refit has done to one block. Errors: the part of its weighted squared output that the missing inputs made, before,
-    and what of it the refit leaves, both on held-out windows."""
+    """A refit of one block. Errors: the part of its weighted squared output that the missing inputs made, before, and what of it
+    the refit leaves, both on held-out windows."""
 
     layer: int
     role: str  # output or down
@@ -66,7 +66,7 @@ class Refit:
 
     @property
     def error(self) -> float:
-        """The mean over cut blocks of what is left of their error on held-out windows: 1 where nothing was gained."""
+        """Return the mean over cut blocks of what is left of their error on held-out windows: 1 where nothing was gained."""
         left = [block.after / block.before if block.used else 1.0 for block in self.blocks]
         return sum(left) / len(left) if left else 1.0
 
@@ -80,8 +80,9 @@ def least_squares(
     damping: float,
     residency: Residency = RESIDENT,
 ) -> Refit:
-    """The refit of what `plan` leaves of the dense `model`, on calibration `windows` [samples, WINDOW], at least two. Weights are
-    in the model's dtype; sums are in float32, float64 of a float64 model. Raises ValueError if the plan is for another model."""
+    """Return the refit of what `plan` leaves of the dense `model`, on calibration `windows` [samples, WINDOW], at least two.
+    Weights are in the model's dtype; sums are in float32, float64 of a float64 model. Raises ValueError if the plan is for another
+    model."""
     runner = LayerRunner(model, family, residency)
     cut = [
         {role: kept for role, kept in kept_members(layer, family, *rest).items() if role in LAST and len(kept)}
@@ -102,35 +103,35 @@ def least_squares(
     with terminal.step("repair", lambda: last + 1, "layers") as advance:
         carried = runner.embedded(batches)
         for index, layer in runner.layers(range(last + 1)) if last >= 0 else ():
-            found = {role: _Inputs(kept) for role, kept in cut[index].items()}
-            with _watched(family, layer, found) as watch:
+            inputs_of = {role: _Inputs(kept) for role, kept in cut[index].items()}
+            with _watched(family, layer, inputs_of) as watch:
                 for batch in batches:
                     watch.held = batch[0] >= fitted
                     carried.states[batch] = carried.run(layer, index, batch, carried.states[batch])
-            for role, inputs in found.items():
+            for role, inputs in inputs_of.items():
                 linear = family.linears(layer)[role]
                 block, weight = _fit(linear, inputs, damping, index, role)
                 blocks.append(block)
                 if weight is not None:
                     weights[weight_name(family, index, role)] = weight.cpu()
-            found.clear()
+            inputs_of.clear()
             advance(1)
     return Refit(weights, tuple(blocks))
 
 
 def windows_of(tokens: int, longest: int) -> tuple[int, int]:
-    """How long the windows are that hold so many tokens, and how many there are; a model takes rows of `longest` tokens."""
+    """Return how long the windows are that hold so many tokens, and how many there are; a model takes rows of `longest` tokens."""
     length = min(WINDOW, longest)
     return length, tokens // length
 
 
 def fitted_windows(count: int) -> int:
-    """How many of so many windows a refit is made of; the others are held out."""
+    """Return how many of so many windows a refit is made of; the others are held out."""
     return count - max(1, count // HELD_OUT)
 
 
 def work(tokens: int, num_layers: int, device: str, kept: float = 1.0) -> PassWork:
-    """What a refit by so many tokens computes on "cpu" or "cuda", where every block is cut to that share of its inputs."""
+    """Return what a refit by so many tokens computes on "cpu" or "cuda", where every block is cut to that share of its inputs."""
     held = tokens // HELD_OUT
     return PassWork(
         tokens=tokens,
@@ -146,7 +147,7 @@ def work(tokens: int, num_layers: int, device: str, kept: float = 1.0) -> PassWo
 
 
 class _Inputs:
-    """What goes into one projection, token by token, each times sqrt(q)."""
+    """Inputs that go into one projection, token by token, each times sqrt(q)."""
 
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept  # [K]
@@ -154,7 +155,7 @@ class _Inputs:
         self.held: list[Tensor] = []  # [tokens, n]
 
     def add(self, inputs: Tensor, residual: Tensor, held: bool) -> None:
-        """`inputs` [B, T, n]; `residual` [B, T, H], the stream behind the block."""
+        """Add `inputs` [B, T, n]; `residual` [B, T, H], the stream behind the block."""
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         energy = residual.to(dtype).square().mean(-1).flatten()
         scaled = inputs.to(dtype).flatten(0, 1) * torch.where(energy > 0, energy.rsqrt(), 0)[:, None]
@@ -167,16 +168,16 @@ class _Inputs:
 
 @dataclass
 class _Watch:
-    """What hooks of a layer pass on to each other. `stream` [B, T, H]: the residual stream so far."""
+    """State that hooks of a layer pass on to each other. `stream` [B, T, H]: the residual stream so far."""
 
     held: bool = False
     stream: Tensor | None = None
 
 
 @contextmanager
-def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> Iterator[_Watch]:
-    """Within it, what goes into the projections of `found` is added up. Every family's layer adds what o and down put out, scaled
-    or not, to the residual stream that it was given, one after the other."""
+def _watched(family: Family, layer: nn.Module, inputs_of: Mapping[str, _Inputs]) -> Iterator[_Watch]:
+    """Add up, within the context, what goes into the projections of `inputs_of`. Every family's layer adds what o and down put out,
+    scaled or not, to the residual stream that it was given, one after the other."""
     watch, parts, scale = _Watch(), family.linears(layer), getattr(layer, "residual_multiplier", 1.0)  # of Granite
 
     def begin(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -186,8 +187,8 @@ def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> 
         def take(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             assert watch.stream is not None
             watch.stream = watch.stream.to(output.device) + (output if scale == 1 else scale * output)
-            if role in found:
-                found[role].add(args[0], watch.stream, watch.held)
+            if role in inputs_of:
+                inputs_of[role].add(args[0], watch.stream, watch.held)
 
         return take
 
@@ -201,7 +202,7 @@ def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> 
 
 
 def _fit(linear: nn.Linear, inputs: _Inputs, damping: float, layer: int, role: str) -> tuple[BlockRefit, Tensor | None]:
-    """What came of one block, and its new weights [H, K] where they are better."""
+    """Return what came of one block, and its new weights [H, K] where they are better."""
     gram, held = inputs.gram, torch.cat(inputs.held)
     assert gram is not None
     stays = torch.zeros(linear.in_features, dtype=torch.bool)
@@ -221,7 +222,7 @@ def _fit(linear: nn.Linear, inputs: _Inputs, damping: float, layer: int, role: s
 
 
 def _solved(gram: Tensor, weight: Tensor, kept: Tensor, gone: Tensor, damping: float) -> Tensor | None:
-    """W' [H, K] of the module's formula; None where no damping gives finite weights that do not grow too much."""
+    """Return W' [H, K] of the module's formula; None where no damping gives finite weights that do not grow too much."""
     old, wanted = weight[:, kept], weight[:, gone] @ gram[gone]
     for times in DAMPINGS:
         damped = gram[kept]

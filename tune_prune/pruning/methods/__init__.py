@@ -44,8 +44,8 @@ NO_STEPS = "reads no calibration text, so it has nothing to score anew after a s
 
 @dataclass(frozen=True)
 class Dense:
-    """What a method computes its scores from: the dense model and its statistics; where it is pruned in several steps, a copy that
-    is pruned so far, and the copy's."""
+    """All that a method computes its scores from: the dense model and its statistics; where it is pruned in several steps, a copy
+    that is pruned so far, and the copy's."""
 
     model: PreTrainedModel  # its weights are elsewhere where `residency` says so: take those of `layers()`
     family: Family
@@ -56,7 +56,7 @@ class Dense:
     removal_power: float = 1.0  # of removal losses' logarithms
 
     def layers(self) -> Iterator[nn.Module]:
-        """The decoder layers with their weights, each until the next is asked for."""
+        """Return the decoder layers with their weights, each until the next is asked for."""
         from tune_prune.models.runner.layer_runner import LayerRunner  # imports torch
 
         return (layer for _, layer in LayerRunner(self.model, self.family, self.residency).layers())
@@ -77,29 +77,30 @@ class Method:
 
     @property
     def code(self) -> str:
-        """A digest of the code that its scores come from: of its module and of those of its statistics, as they were loaded."""
+        """Return a digest of the code that its scores come from: of its module and of those of its statistics, as they were
+        loaded."""
         statistics = sorted({parse(text)[0] for text in self.statistics})
         return digest([self.own_code, *(load_statistic(name).code for name in statistics)])
 
     @property
     def reads(self) -> frozenset[str]:
-        """Hyperparameters that its scores depend on, of those that only some methods read."""
+        """Return hyperparameters that its scores depend on, of those that only some methods read."""
         statistics = (load_statistic(parse(text)[0]) for text in self.statistics)
         again = ("steps",) if self.statistics else ()  # what follows from weights alone is the same after every step
         return frozenset(self.own_reads).union(again, *(statistic.reads for statistic in statistics))
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """All hyperparameters that its pruned models depend on, as the table has them."""
+        """Return all hyperparameters that its pruned models depend on, as the table has them."""
         return tuple(n for n, row in HYPERPARAMETERS.items() if row.read_by != "statistics" or n in self.reads)
 
     def needs(self, config: PruningConfig) -> dict[str, Need]:
-        """The Need of each of its statistics for `config`, by the names in STATISTICS."""
-        found = {}
+        """Return the Need of each of its statistics for `config`, by the names in STATISTICS."""
+        needs = {}
         for text in self.statistics:
             statistic, kind = parse(text)
-            found[text] = Need(statistic, kind, load_statistic(statistic).num_samples(config))
-        return found
+            needs[text] = Need(statistic, kind, load_statistic(statistic).num_samples(config))
+        return needs
 
     def check_shape(self, shape: str) -> None:
         """Raise UserError where its scores decide nothing in that shape, which may be none."""
@@ -119,18 +120,18 @@ class Method:
 
 
 def method_names() -> tuple[str, ...]:
-    """Every method there is, sorted."""
+    """Return every method there is, sorted."""
     return tuple(sorted(_modules()))
 
 
 def _modules() -> dict[str, str]:
-    """Where each method is, by its name."""
-    found = pkgutil.walk_packages(__path__, f"{__name__}.")
-    return {module.name.rpartition(".")[2]: module.name for module in found if not module.ispkg}
+    """Return where each method is, by its name."""
+    modules = pkgutil.walk_packages(__path__, f"{__name__}.")
+    return {module.name.rpartition(".")[2]: module.name for module in modules if not module.ispkg}
 
 
 def load_method(name: str) -> Method:
-    """The method of that name. Raises UserError for an unknown one."""
+    """Return the method of that name. Raises UserError for an unknown one."""
     modules = _modules()
     if name not in modules:
         raise UserError(f"unknown pruning method {name!r}; {did_you_mean(name, sorted(modules))}")
@@ -143,12 +144,12 @@ def load_method(name: str) -> Method:
 
 
 def read_by(config: PruningConfig) -> frozenset[str]:
-    """Names of the hyperparameters that make the model of this configuration what it is: those of its method and, with a repair or
-    a training, which read a text, too, those of these. All of them where the method is not installed here."""
+    """Return names of the hyperparameters that make the model of this configuration what it is: those of its method and, with a
+    repair or a training, which read a text, too, those of these. All of them where the method is not installed here."""
     try:
-        own = frozenset(load_method(config.method).hyperparameters)
+        names = frozenset(load_method(config.method).hyperparameters)
     except UserError:
         return frozenset(HYPERPARAMETERS)
     if not config.changes_weights:
-        return own
-    return own | {"calibration", "seed", *RECIPE, *(row.switch for row in RECIPE.values())}
+        return names
+    return names | {"calibration", "seed", *RECIPE, *(row.switch for row in RECIPE.values())}

@@ -37,7 +37,7 @@ def scores(dense: Dense) -> GroupScores:
 
 
 def _standardised(metric: np.ndarray) -> np.ndarray:
-    """0 where all are equal, and of a single one; -inf where all are 0."""
+    """Return 0 where all are equal, and of a single one; -inf where all are 0."""
     if not metric.any():
         return np.full_like(metric, -np.inf)
     centred: np.ndarray = metric - metric.mean()
@@ -47,6 +47,6 @@ def _standardised(metric: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def _squared_columns(linear: torch.nn.Linear) -> np.ndarray:
-    """sum_i W_ij^2, float64 [inputs]."""
+    """Return sum_i W_ij^2, float64 [inputs]."""
     sums: np.ndarray = linear.weight.double().square().sum(0).cpu().numpy()
     return sums

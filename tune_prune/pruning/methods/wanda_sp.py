@@ -29,6 +29,6 @@ def scores(dense: Dense) -> GroupScores:
 
 @torch.no_grad()
 def _column_sums(linear: torch.nn.Linear) -> np.ndarray:
-    """sum_i |W_ij|, float64 [inputs]."""
+    """Return sum_i |W_ij|, float64 [inputs]."""
     sums: np.ndarray = linear.weight.abs().sum(0, dtype=torch.float64).cpu().numpy()
     return sums

@@ -16,13 +16,13 @@ BATCH_TOKENS = {"cpu": 1024, "cuda": 2048}
 
 
 def batch_size(seq_len: int, device: str) -> int:
-    """Samples per batch on "cpu" or "cuda": a power of two, from the length alone, so that batches end at the same samples
-    in every pass."""
+    """Return the samples per batch on "cpu" or "cuda": a power of two, from the length alone, so that batches end at the same
+    samples in every pass."""
     return 2 ** max(0, int(math.log2(max(1, BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"]) // seq_len))))
 
 
 def check_snapshots(snapshots: Sequence[int], samples: int) -> list[int]:
-    """The numbers of samples asked for, each once, growing. Raises ValueError unless all are within 1..samples."""
+    """Return the numbers of samples asked for, each once, growing. Raises ValueError unless all are within 1..samples."""
     wanted = sorted(set(snapshots))
     if not wanted or wanted[0] < 1 or wanted[-1] > samples:
         raise ValueError(f"snapshots {wanted} must lie within 1..{samples} samples")
@@ -30,7 +30,8 @@ def check_snapshots(snapshots: Sequence[int], samples: int) -> list[int]:
 
 
 def batches(wanted: Sequence[int], step: int) -> Iterator[tuple[int, list[int], int | None]]:
-    """The batches of a pass with snapshots at the growing `wanted`: (start, snapshots inside the batch, its end), in samples.
+    """Return the batches of a pass with snapshots at the growing `wanted`: (start, snapshots inside the batch, its end), in
+    samples.
 
     The samples from start to each snapshot inside are run for that snapshot alone, those up to the end for all that follows;
     end None: nothing follows.
@@ -41,7 +42,7 @@ def batches(wanted: Sequence[int], step: int) -> Iterator[tuple[int, list[int], 
 
 
 def runs(wanted: Sequence[int], step: int) -> list[tuple[int, int]]:
-    """What such a pass runs, one after the other: from this sample up to that."""
+    """Return what such a pass runs, one after the other: from this sample up to that."""
     return [
         (start, stop)
         for start, inside, end in batches(wanted, step)
@@ -50,7 +51,7 @@ def runs(wanted: Sequence[int], step: int) -> list[tuple[int, int]]:
 
 
 def growing_batches(samples: int, step: int) -> Iterator[tuple[int, int]]:
-    """Batches in which each of the first `samples` samples lies, whatever their number: (start, size).
+    """Return the batches in which each of the first `samples` samples lies, whatever their number: (start, size).
 
     They hold 1, 1, 2, 4, ... up to `step` samples (a power of two), then `step` each, so that few samples do not cost a
     whole batch. The last one may reach beyond `samples`: it is run at its full size all the same, as the last bits of a
@@ -64,11 +65,11 @@ def growing_batches(samples: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def samples_run(wanted: Sequence[int], step: int) -> int:
-    """Samples that such a pass runs, counting those that it runs again."""
+    """Count the samples that such a pass runs, counting those that it runs again."""
     return sum(stop - start for start, stop in runs(sorted(wanted), step))
 
 
 def needs_copy(wanted: Sequence[int], step: int) -> bool:
-    """Whether what was summed up before a batch is needed again: a snapshot inside it is not the last that is run."""
+    """Return whether what was summed up before a batch is needed again: a snapshot inside it is not the last that is run."""
     parts = batches(sorted(wanted), step)
     return any(len(inside) > 1 or (inside and end is not None) for _, inside, end in parts)

@@ -27,7 +27,8 @@ class ForwardSums(Statistic):
 
     @abstractmethod
     def sums(self, family: Family, layer: nn.Module, index: int) -> AbstractContextManager[dict[str, torch.Tensor]]:
-        """Within it `layer`, number `index`, is run once; then the sums over the tokens [B, T] of that run, float64, are in it."""
+        """Within the context `layer`, number `index`, is run once; then the sums over the tokens [B, T] of that run, float64, are
+        in it."""
 
     @torch.inference_mode()
     def collect(

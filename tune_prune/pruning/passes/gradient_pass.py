@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class Sums(ABC, Generic[T]):
-    """What the backward passes of some layers add up to. Within its context it fills itself, by hooks; afterwards the layers are as
-    they were. `T`: of one layer after so many samples."""
+    """Sums of what the backward passes of some layers add up to. Within its context it fills itself, by hooks; afterwards the
+    layers are as they were. `T`: of one layer after so many samples."""
 
     @abstractmethod
     def __enter__(self) -> Sums[T]: ...
@@ -40,14 +40,14 @@ class Sums(ABC, Generic[T]):
 
     @abstractmethod
     def copy(self) -> Any:
-        """What was added so far, for `restore`."""
+        """Return what was added so far, for `restore`."""
 
     @abstractmethod
     def restore(self, saved: Any) -> None: ...
 
     @abstractmethod
     def results(self, num_samples: int) -> list[T]:
-        """By layer, of the mean over so many samples."""
+        """Return the results by layer, of the mean over so many samples."""
 
 
 class WeightSums(Sums[T]):
@@ -83,7 +83,7 @@ class WeightSums(Sums[T]):
         p.grad = None
 
     def added(self, p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """What the gradient of a batch adds to the sum of `p`."""
+        """Return what the gradient of a batch adds to the sum of `p`."""
         return gradient
 
     def copy(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -95,7 +95,7 @@ class WeightSums(Sums[T]):
 
 
 def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:
-    """Parameters of a projection that belong to groups: o and down keep their bias whatever is removed."""
+    """Return the parameters of a projection that belong to groups: o and down keep their bias whatever is removed."""
     if linear.bias is None or role in ("output", "down"):
         return [linear.weight]
     return [linear.weight, linear.bias]
@@ -112,10 +112,10 @@ def gradient_pass(
     together: int | None = None,
     dense: torch.Tensor | None = None,
 ) -> dict[int, list[T]]:
-    """What `make`'s sums come to, by layer, from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`, of
-    the model that `runner` runs: of the gradients of the sum over samples of their mean next-token losses or, where there is
-    `dense` [samples, seq_len, H], what the dense model's head is given, of their mean divergences from it; `together` samples at
-    a time (None: as many as `batch_size` says). Raises ValueError when a snapshot is not within 1..len(windows)."""
+    """Return what `make`'s sums come to, by layer, from the first n rows of `windows` [samples, seq_len], for every n in
+    `snapshots`, of the model that `runner` runs: of the gradients of the sum over samples of their mean next-token losses or, where
+    there is `dense` [samples, seq_len, H], what the dense model's head is given, of their mean divergences from it; `together`
+    samples at a time (None: as many as `batch_size` says). Raises ValueError when a snapshot is not within 1..len(windows)."""
     wanted = check_snapshots(snapshots, len(windows))
     step = together or batch_size(windows.shape[1], runner.device.type)
     with no_gradients(runner.parameters):
@@ -123,7 +123,7 @@ def gradient_pass(
 
 
 def gradient_work(wanted: Sequence[int], seq_len: int, num_layers: int, step: int, weight_sums: int) -> PassWork:
-    """What such a pass computes; `weight_sums`: float32 numbers that its sums keep per weight."""
+    """Return what such a pass computes; `weight_sums`: float32 numbers that its sums keep per weight."""
     samples = samples_run(wanted, step)
     return PassWork(
         tokens=max(wanted) * seq_len,
@@ -163,7 +163,7 @@ class GroupInformation(Statistic):
         return gradient_work([need.num_samples for need in needs], seq_len, num_layers, step, self.weight_sums)
 
     def value(self, arrays: Arrays, need: Need) -> GroupScores:
-        """Not yet divided by what a group costs."""
+        """Return sums that are not yet divided by what a group costs."""
         return GroupScores.from_arrays(arrays)
 
 
@@ -197,7 +197,7 @@ def _by_layer(
     make: MakeSums[T],
     dense: torch.Tensor | None,
 ) -> dict[int, list[T]]:
-    """Forward layer by layer, keeping the inputs of each; the head's gradients; and back, each layer run again for all batches
+    """Run forward layer by layer, keeping the inputs of each; the head's gradients; and back, each layer run again for all batches
     before the one in front of it."""
 
     def gradient(hidden: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _by_layer(
 
 
 def _snapshots(sums: Sums[T], add: Callable[[int, int], None], wanted: Sequence[int], step: int) -> dict[int, list[T]]:
-    """What `sums` come to after each number of samples in `wanted`; `add(start, stop)` adds the gradients of samples."""
+    """Return what `sums` come to after each number of samples in `wanted`; `add(start, stop)` adds the gradients of samples."""
     found = {}
     for start, inside, end in batches(wanted, step):
         # The sums are put back only where something follows: a copy is as large as the sums themselves.
@@ -259,7 +259,7 @@ def _snapshots(sums: Sums[T], add: Callable[[int, int], None], wanted: Sequence[
 
 @contextmanager
 def no_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within it none of them has or wants a gradient; afterwards they are as they were."""
+    """Within the context no parameter has or wants a gradient; afterwards they are as they were."""
     before = [(p, p.requires_grad, p.grad) for p in parameters]
     try:
         for p, _, _ in before:

@@ -13,7 +13,8 @@ from tune_prune.pruning.groups import GroupScores
 
 
 def group_sums(layers: Iterable[nn.Module], family: Family, number: Callable[[Tensor], Tensor]) -> GroupScores:
-    """For every group the sum of `number` over its weights and biases. `number` maps a parameter to a tensor of its shape."""
+    """Return for every group the sum of `number` over its weights and biases. `number` maps a parameter to a tensor of its
+    shape."""
     found = [layer_group_sums(layer, family, number) for layer in layers]
     return GroupScores.of_layers(found)
 
@@ -22,10 +23,10 @@ def group_sums(layers: Iterable[nn.Module], family: Family, number: Callable[[Te
 def layer_group_sums(
     layer: nn.Module, family: Family, number: Callable[[Tensor], Tensor]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same of one layer: float64 [K] of its KV groups, [M] of its channels."""
+    """Return the group sums of one layer: float64 [K] of its KV groups, [M] of its channels."""
 
     def sums(role: str, side: int) -> Tensor:
-        """Over each row (side 0, with its bias) or column (side 1) of a projection."""
+        """Return sums over each row (side 0, with its bias) or column (side 1) of a projection."""
         linear = part[role]
         total = number(linear.weight).sum(1 - side)
         if side == 0 and linear.bias is not None:

@@ -49,7 +49,7 @@ Begun = Mapping[Need, Arrays]  # of every need, what there is already of a pass
 
 @dataclass(frozen=True)
 class PassWork:
-    """What a pass computes, for the cost model; the sums count a token once for every time it is run."""
+    """Work of a pass, for the cost model; the sums count a token once for every time it is run."""
 
     tokens: int  # that records report as forwarded
     attention_tokens: int  # tokens times attention blocks that they pass
@@ -88,20 +88,20 @@ class Statistic(ABC):
 
     @property
     def code(self) -> str:
-        """A digest of its module's code: numbers that another code has computed are not used."""
+        """Return a digest of its module's code: numbers that another code has computed are not used."""
         return code_digest(sys.modules[type(self).__module__])
 
     def num_samples(self, config: PruningConfig) -> int:
-        """Calibration samples that a configuration has it take."""
+        """Return calibration samples that a configuration has it take."""
         return config.num_samples
 
     def key(self, need: Need) -> dict[str, Any]:
-        """Its part of the cache key, beside model, calibration text and seq_len. Needs of one key are served by the one with the
-        most samples."""
+        """Return the statistic's part of the cache key, beside model, calibration text and seq_len. Needs of one key are served by
+        the one with the most samples."""
         return {"num_samples": need.num_samples}
 
     def covers(self, arrays: Arrays, need: Need) -> bool:
-        """Whether what is stored under the key holds enough samples."""
+        """Return whether what is stored under the key holds enough samples."""
         return True
 
     @abstractmethod
@@ -113,28 +113,28 @@ class Statistic(ABC):
         needs: Sequence[Need],
         residency: Residency = RESIDENT,
     ) -> dict[Need, dict[str, np.ndarray]]:
-        """The arrays of every need by one pass over `windows`, token ids [samples, seq_len] of at least as many samples as the
-        largest need. The model may be changed meanwhile, and is as it was at the end, also of a failure. `residency` says where
+        """Return the arrays of every need by one pass over `windows`, token ids [samples, seq_len] of at least as many samples as
+        the largest need. The model may be changed meanwhile, and is as it was at the end, also of a failure. `residency` says where
         weights and hidden states are; on a CPU no number depends on it."""
 
     @abstractmethod
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
-        """What `collect` computes for those needs on "cpu" or "cuda"."""
+        """Return what `collect` computes for those needs on "cpu" or "cuda"."""
 
     def parts(self, needs: Sequence[Need], num_layers: int) -> int:
-        """In how many parts its pass can be made, one after the other, with the same numbers (`Residency.at_once`)."""
+        """Return in how many parts its pass can be made, one after the other, with the same numbers (`Residency.at_once`)."""
         return 1
 
     @abstractmethod
     def value(self, arrays: Arrays, need: Need) -> Any:
-        """What a method finds in `dense.statistics` for `need`."""
+        """Return what a method finds in `dense.statistics` for `need`."""
 
     def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
-        """Metrics by name, for the record of a trial that uses what was `found`."""
+        """Return metrics by name, for the record of a trial that uses what was `found`."""
         return {}
 
     def files(self, found: Mapping[Need, Arrays]) -> dict[str, Any]:
-        """File name -> plain data, for the trial's folder."""
+        """Return file name -> plain data, for the trial's folder."""
         return {}
 
 
@@ -152,25 +152,25 @@ class GrowingStatistic(Statistic):
         begun: Begun | None = None,
         keep: Callable[[Begun], object] = id,
     ) -> dict[Need, dict[str, np.ndarray]]:
-        """As that of every statistic. `keep` is given what there is every KEEP_EVERY_S seconds; such a part, or what fewer samples
-        gave, is not computed again where it is given as `begun`."""
+        """Collect as every statistic does. `keep` is given what there is every KEEP_EVERY_S seconds; such a part, or what fewer
+        samples gave, is not computed again where it is given as `begun`."""
 
     @abstractmethod
     def samples(self, arrays: Arrays) -> int:
-        """From how many samples they are."""
+        """Return from how many samples they are."""
 
     def covers(self, arrays: Arrays, need: Need) -> bool:
         return self.samples(arrays) >= need.num_samples
 
 
 def statistic_names() -> tuple[str, ...]:
-    """Every statistic there is, sorted."""
+    """Return every statistic there is, sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 @cache
 def load_statistic(name: str) -> Statistic:
-    """The statistic of that name. Raises UserError for an unknown one."""
+    """Return the statistic of that name. Raises UserError for an unknown one."""
     if name not in statistic_names():
         raise UserError(f"unknown statistic {name!r}; {did_you_mean(name, statistic_names())}")
     statistic: Statistic = importlib.import_module(f"{__name__}.{name}").STATISTIC
@@ -178,7 +178,8 @@ def load_statistic(name: str) -> Statistic:
 
 
 def parse(name: str) -> tuple[str, str]:
-    """Statistic and kind of what a method names: "taylor", or "block_removal:layer". Raises UserError for what there is not."""
+    """Return statistic and kind of what a method names: "taylor", or "block_removal:layer". Raises UserError for what there is
+    not."""
     statistic, _, kind = name.partition(":")
     kinds = load_statistic(statistic).kinds
     if kind not in kinds:
@@ -187,12 +188,12 @@ def parse(name: str) -> tuple[str, str]:
 
 
 def in_pass_order(names: Iterable[str]) -> list[str]:
-    """Statistics, each once, in the order in which a trial gets them: gradient passes first."""
+    """Return statistics, each once, in the order in which a trial gets them: gradient passes first."""
     return sorted(set(names), key=lambda name: (not load_statistic(name).backward, name))
 
 
 def by_statistic(needs: Iterable[Need]) -> dict[str, list[Need]]:
-    """Needs by their statistic, in pass order; of those of one key the one with the most samples only."""
+    """Return needs by their statistic, in pass order; of those of one key the one with the most samples only."""
     most: dict[str, dict[str, Need]] = {}
     for need in sorted(needs):  # a larger one comes later and replaces
         most.setdefault(need.statistic, {})[repr(load_statistic(need.statistic).key(need))] = need

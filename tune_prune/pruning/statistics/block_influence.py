@@ -31,7 +31,7 @@ class _BlockInfluence(ForwardSums):
         return _cosines(layer, index)
 
     def value(self, arrays: Arrays, need: Need) -> np.ndarray:
-        """BI of every layer, float64 [layers], within 0 to 2."""
+        """Return the BI of every layer, float64 [layers], within 0 to 2."""
         layers = range(sum(name.startswith("cosines_") for name in arrays))
         sums = np.array([arrays[f"cosines_{layer}"][0] for layer in layers])
         return 1 - sums / int(arrays["tokens"][0])
@@ -39,7 +39,7 @@ class _BlockInfluence(ForwardSums):
 
 @contextmanager
 def _cosines(layer: nn.Module, index: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Over the tokens that `layer`, number `index`, is run on, the sum [1] of cosines: "cosines_<index>"."""
+    """Return, over the tokens that `layer`, number `index`, is run on, the sum [1] of cosines: "cosines_<index>"."""
     sums: dict[str, torch.Tensor] = {}
 
     def hook(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ def _cosines(layer: nn.Module, index: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of the rows of [tokens, H], float64; 1 where they are equal, to the last bit."""
+    """Return the cosines of the rows of [tokens, H], float64; 1 where they are equal, to the last bit."""
     x, y = x.double(), y.double()
     lengths = (x.square().sum(-1) * y.square().sum(-1)).sqrt()  # sqrt(s * s) is s
     return (x * y).sum(-1) / lengths.clamp_min(torch.finfo(torch.float64).tiny)

@@ -47,7 +47,7 @@ class RemovalLosses:
     removed: dict[str, np.ndarray]
 
     def increase(self, kind: str, num_samples: int) -> np.ndarray:
-        """D per layer, float64 [layers], over the first `num_samples` samples. May be negative."""
+        """Return D per layer, float64 [layers], over the first `num_samples` samples. May be negative."""
         return (self.removed[kind][:, :num_samples] - self.dense[:num_samples]).mean(axis=1)
 
 
@@ -117,7 +117,7 @@ class BlockRemoval(GrowingStatistic):
         return len({need.kind for need in needs}) * num_layers
 
     def value(self, arrays: Arrays, need: Need) -> np.ndarray:
-        """D per layer, float64 [layers], at least LOSS_FLOOR."""
+        """Return D per layer, float64 [layers], at least LOSS_FLOOR."""
         return np.maximum(_increase(arrays, need), LOSS_FLOOR)
 
     def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
@@ -139,7 +139,7 @@ def removal_losses(
     begun: RemovalLosses | None = None,
     keep: Callable[[RemovalLosses], object] = id,
 ) -> RemovalLosses:
-    """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len]; those
+    """Return per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len]; those
     of the first n are, bit for bit, what n samples give alone.
 
     All removals go through the layers together, or a part of them at a time where `residency` says so: each begins at its layer,
@@ -193,7 +193,7 @@ def removal_losses(
 
 
 def _means(losses: NextTokenLosses, samples: torch.Tensor, states: torch.Tensor, count: int) -> np.ndarray:
-    """Of the first `count` samples, whose states behind the last layer these are."""
+    """Return the mean losses of the first `count` samples, whose states behind the last layer these are."""
     return losses(samples, states)[:count].mean(dim=1).double().cpu().numpy()
 
 
@@ -218,7 +218,7 @@ def _pass_layer(
 
 
 def _without(layer: nn.Module, family: Family, kind: str) -> nn.Module:
-    """`layer` without its "attention" or "mlp"; all else is its own."""
+    """Return `layer` without its "attention" or "mlp"; all else is its own."""
     name = {"attention": family.attention, "mlp": family.mlp}[kind]
     reduced = copy.copy(layer)
     reduced._modules = {**layer._modules, name: RemovedBlock(kind, None)}

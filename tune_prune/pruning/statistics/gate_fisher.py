@@ -50,7 +50,7 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
 
     @staticmethod
     def _watch(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """A hook that adds to `total` when the gradient of a projection's inputs [B, T, inputs] is there."""
+        """Return a hook that adds to `total` when the gradient of a projection's inputs [B, T, inputs] is there."""
 
         def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0]

@@ -58,8 +58,8 @@ class _InputNorms(ForwardSums):
 
 @contextmanager
 def _sums(family: Family, layer: nn.Module, index: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Over the tokens that `layer`, number `index`, is run on, of squares: "attention_<index>" and "mlp_<index>", and of the inputs
-    themselves: "sum_attention_<index>" and "sum_mlp_<index>"."""
+    """Return sums, over the tokens that `layer`, number `index`, is run on, of squares: "attention_<index>" and "mlp_<index>", and
+    of the inputs themselves: "sum_attention_<index>" and "sum_mlp_<index>"."""
     sums: dict[str, torch.Tensor] = {}
 
     def record(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:

@@ -39,7 +39,7 @@ AT_ONCE = 256  # columns of L^-1, which as a whole is as large as A
 
 
 class _Factors(Sums[tuple[np.ndarray, np.ndarray]]):
-    """Of o and of down in `layers`, sums over tokens of a a^T [n, n] and, by group, of u_S u_S^T [groups, size, size]."""
+    """Sums, of o and of down in `layers`, over tokens of a a^T [n, n] and, by group, of u_S u_S^T [groups, size, size]."""
 
     def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
         self.watched: list[nn.Linear] = []
@@ -68,7 +68,7 @@ class _Factors(Sums[tuple[np.ndarray, np.ndarray]]):
         self.sums = []  # now, and not when the next layer's are there, too
 
     def _watch(self, inputs: Tensor, gradients: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Adds a projection's inputs [B, T, n] to its sums, and their gradient when it is there."""
+        """Add a projection's inputs [B, T, n] to its sums, and their gradient when it is there."""
         x = args[0]
         if not torch.is_grad_enabled():
             return
@@ -103,8 +103,8 @@ class _Factors(Sums[tuple[np.ndarray, np.ndarray]]):
 
 @torch.no_grad()
 def _losses(inputs: Tensor, gradients: Tensor) -> np.ndarray:
-    """The formula's loss(S) of every group, float64 [groups], with A `inputs` and W_S^T G W_S `gradients`; not a number where A is
-    not finite."""
+    """Return the formula's loss(S) of every group, float64 [groups], with A `inputs` and W_S^T G W_S `gradients`; not a number
+    where A is not finite."""
     count, size, _ = gradients.shape
     diagonal = inputs.diagonal().clone()
     damping = DAMPING * diagonal.mean()

@@ -50,7 +50,7 @@ class Importance:
     gradients: LayerGradients
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Flat arrays for the artifact cache."""
+        """Return flat arrays for the artifact cache."""
         gradients = {f"gradient_{f.name}": getattr(self.gradients, f.name) for f in fields(LayerGradients)}
         return gradients | self.groups.arrays()
 
@@ -82,7 +82,7 @@ class Taylor(Statistic):
         return gradient_work(wanted, seq_len, num_layers, step, weight_sums=2 if needs_copy(wanted, step) else 1)
 
     def value(self, arrays: Arrays, need: Need) -> GroupScores:
-        """I(group), not yet divided by what a group costs."""
+        """Return I(group), not yet divided by what a group costs."""
         return Importance.from_arrays(need.num_samples, arrays).groups
 
     def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
@@ -104,8 +104,8 @@ def taylor(
     snapshots: Sequence[int],
     residency: Residency = RESIDENT,
 ) -> dict[int, Importance]:
-    """Importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`, by one `gradient_pass`. Raises
-    ValueError when a snapshot is not within 1..len(windows)."""
+    """Return importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`, by one `gradient_pass`.
+    Raises ValueError when a snapshot is not within 1..len(windows)."""
     found = gradient_pass(LayerRunner(model, family, residency), windows, snapshots, _Accumulator)
     return {n: Importance(n, *_joined(layers)) for n, layers in found.items()}
 
@@ -117,7 +117,7 @@ def _joined(layers: Sequence[_LayerResult]) -> tuple[GroupScores, LayerGradients
 
 @dataclass(frozen=True)
 class _LayerResult:
-    """Of one layer: I of its KV groups [K] and channels [M], and the values of its LayerGradients."""
+    """Results of one layer: I of its KV groups [K] and channels [M], and the values of its LayerGradients."""
 
     attention: np.ndarray
     mlp: np.ndarray
@@ -129,7 +129,7 @@ class _Accumulator(WeightSums[_LayerResult]):
 
     @torch.no_grad()
     def results(self, num_samples: int) -> list[_LayerResult]:
-        """By layer, of the mean over so many samples."""
+        """Return the results by layer, of the mean over so many samples."""
 
         def salience(p: torch.Tensor) -> torch.Tensor:
             return (p * (self.sums[p] / num_samples)).abs()
@@ -156,7 +156,7 @@ class _Accumulator(WeightSums[_LayerResult]):
 
 
 def gradient_metrics(gradients: LayerGradients) -> dict[str, float]:
-    """grad_{mean,norm,std,max}_ratio and grad_{mean,norm}_range."""
+    """Return grad_{mean,norm,std,max}_ratio and grad_{mean,norm}_range."""
     metrics = {}
     for name, values in (
         ("mean", gradients.abs_mean),
@@ -172,7 +172,7 @@ def gradient_metrics(gradients: LayerGradients) -> dict[str, float]:
 
 
 def gradient_diagnosis(gradients: LayerGradients) -> dict[str, Any]:
-    """For gradient_diagnosis.json: the metrics and every layer's statistics."""
+    """Return the content of gradient_diagnosis.json: the metrics and every layer's statistics."""
     return {
         **gradient_metrics(gradients),
         "layers": [
