@@ -17,96 +17,32 @@ from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import Sketch, cut
 
+ROTATED = {"no_rope_layers": [1, 1, 1, 0]}
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "untied Qwen3": (
-        "qwen3",
-        "widths",
-        {},
-        r"openelm has no output head of its own.*--shape uniform, or .*--format hf",
-    ),
-    "biased Qwen3": (
-        "qwen3-biases-tied",
-        "dense",
-        {},
-        r"qwen3 has no place for biases of key, output, query, value proj",
-    ),
-    "sliding Mistral": (
-        "mistral-sliding",
-        "dense",
-        {},
-        r"sliding_window is 5, less than max_position_embeddings \(64\)",
-    ),
+    "untied Qwen3": ("qwen3", "widths", {}, r"openelm has no output head of its own.*--shape uniform, or .*--format hf"),
+    "biased Qwen3": ("qwen3-biases-tied", "dense", {}, r"qwen3 has no place for biases of key, output, query, value proj"),
+    "sliding Mistral": ("mistral-sliding", "dense", {}, r"sliding_window is 5, less than max_position_embeddings \(64\)"),
     "sliding Qwen2": ("qwen2-sliding", "widths", {}, r"sliding_window is 5, .*attend to everything; save .* hf-padded"),
-    "SmolLM3 whose layers differ": (
-        "smollm3",
-        "widths",
-        {"no_rope_layers": [1, 1, 1, 0]},
-        r"smollm3 has one width for all layers; search with --shape uniform, or .*--format hf",
-    ),
-    "SmolLM3 with biases": (
-        "smollm3",
-        "uniform",
-        {"no_rope_layers": [1, 1, 1, 0], "attention_bias": True},
-        r"smollm3 has no place for biases of key, output, query, value proj",
-    ),
-    "other layers without rotary embedding": (
-        "smollm3",
-        "dense",
-        {},
-        r"no_rope_layers is \[1, 1, 0, 1\], and its graph leaves",
-    ),
-    "a layer of SmolLM3 dropped": (
-        "smollm3",
-        "layer dropped",
-        {"no_rope_layers": [1, 1, 1, 0]},
-        r"no_rope_layers is \[1, 1, 0\], and its graph leaves rotary embedding out of every 4th layer and no other",
-    ),
-    "sliding SmolLM3": ("smollm3-sliding-biases", "dense", {}, r"sliding_window is 5, less than max_position_embed"),
-    "a scale of 0": (
-        "granite",
-        "dense",
-        {"logits_scaling": 0.0},
-        r"logits_scaling is 0\.0; its graph has no scales, and",
-    ),
-    "a scale below 0": (
-        "granite",
-        "widths",
-        {"residual_multiplier": -0.5},
-        r"residual_multiplier is -0\.5; its graph has no scales, and weights hold one between 1e-06 and 1e\+06",
-    ),
+    "SmolLM3 whose layers differ": ("smollm3", "widths", ROTATED, r"smollm3 has one width .*search with --shape uniform, or"),
+    "SmolLM3 with biases": ("smollm3", "uniform", ROTATED | {"attention_bias": True}, r"smollm3 has no place for biases of key"),
+    "other layers without rotary embedding": ("smollm3", "dense", {}, r"no_rope_layers is \[1, 1, 0, 1\], and its graph leaves"),
+    "a layer of SmolLM3 dropped": ("smollm3", "layer dropped", ROTATED, r"no_rope_layers is \[1, 1, 0\], .*every 4th layer and no"),
+    "a scale of 0": ("granite", "dense", {"logits_scaling": 0.0}, r"logits_scaling is 0\.0; its graph has no scales, and"),
+    "a scale below 0": ("granite", "widths", {"residual_multiplier": -0.5}, r"is -0\.5; .* one between 1e-06 and 1e\+06"),
     "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs support only 'silu'"),
-    "dynamic rope": (
-        "llama",
-        "dense",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-        r"rope_type is 'dynamic', its graphs for this family support default, linear, llama3, yarn",
-    ),
-    "yarn with other ramps": (
-        "llama",
-        "dense",
-        {"rope_parameters": YARN | {"beta_fast": 16.0}},
-        r"beta_fast of rope_parameters is 16\.0, its graphs for this family support only 32",
-    ),
-    "llama3 rope in Qwen3": (
-        "qwen3",
-        "dense",
-        {"rope_parameters": LLAMA3},
-        r"qwen3 does not read the frequency factors of rope_type 'llama3'",
-    ),
-}
+    "dynamic rope": ("llama", "dense", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+                     r"rope_type is 'dynamic', its graphs for this family support default, linear, llama3, yarn"),
+    "yarn with other ramps": ("llama", "dense", {"rope_parameters": YARN | {"beta_fast": 16.0}}, r"beta_fast .* is 16\.0, .* 32"),
+    "llama3 rope in Qwen3": ("qwen3", "dense", {"rope_parameters": LLAMA3}, r"does not read the frequency factors of rope_type"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_represented_is_refused(what: str, tmp_path: Path):
     variant, shape, overrides, message = REFUSED[what]
+    sketch = Sketch.of(pruned(variant, shape, **overrides))
     with pytest.raises(UserError, match=message):
-        write_gguf(
-            Sketch.of(pruned(variant, shape, **overrides)),
-            family_of(variant),
-            tmp_path,
-            tmp_path / "model.gguf",
-            torch.float32,
-        )
+        write_gguf(sketch, family_of(variant), tmp_path, tmp_path / "model.gguf", torch.float32)
     assert not list(tmp_path.iterdir())
 
 

@@ -120,16 +120,8 @@ def test_byte_level_vocabulary_in_the_file(name: str, saved: Callable[..., Path]
     assert (meta["tokenizer.ggml.model"], meta["tokenizer.ggml.pre"]) == ("gpt2", name)
     assert meta["tokenizer.ggml.merges"] == ["t h", "th e", "Ġ t", "Ġt h", "2 0"]
     tokens = meta["tokenizer.ggml.tokens"]
-    assert tokens[256:] == [
-        "th",
-        "the",
-        "Ġt",
-        "Ġth",
-        "20",
-        "<|end|>",
-        "<tool>",
-        *(f"[PAD{i}]" for i in range(263, 270)),
-    ]
+    own = ["th", "the", "Ġt", "Ġth", "20", "<|end|>", "<tool>"]
+    assert tokens[256:] == own + [f"[PAD{i}]" for i in range(263, 270)]
     kinds = [gguf.TokenType(kind).name for kind in meta["tokenizer.ggml.token_type"]]
     assert kinds == ["NORMAL"] * 261 + ["CONTROL", "USER_DEFINED"] + ["UNUSED"] * 7
     assert meta["tokenizer.ggml.eos_token_id"] == 261 and "tokenizer.ggml.bos_token_id" not in meta
@@ -229,6 +221,7 @@ def refused_tokenizers() -> dict[str, tuple[Tokenizer, str]]:
     dropping = pre_tokenizers.Sequence(parts)
     missing = Tokenizer(BPE({"<unk>": 0, "<0x00>": 1, "a": 2}, [], unk_token="<unk>", byte_fallback=True))
     missing.normalizer = normalizers.Replace(" ", "▁")
+    left_out = sentence_pieces([("t", "h"), ("th", "e")], more=["he"])
     return {
         "another split": (
             byte_level(split(r"\p{L}+|\p{N}")),
@@ -245,10 +238,7 @@ def refused_tokenizers() -> dict[str, tuple[Tokenizer, str]]:
         "words apart": (metaspace, r"its pre-tokenizer .*Metaspace.*it knows spaces as ▁ only"),
         "no bytes": (missing, r"no token for 255 of the 256 bytes \(<0x01> first\)"),
         "merges apart": (sentence_pieces(MERGES), r"its merges of 'and' are not consecutive \(ranks 5 and 7\)"),
-        "a pair left out": (
-            sentence_pieces([("t", "h"), ("th", "e")], more=["he"]),
-            "it never merges 'h' and 'e', though 'he' is a token",
-        ),
+        "a pair left out": (left_out, "it never merges 'h' and 'e', though 'he' is a token"),
     }
 
 

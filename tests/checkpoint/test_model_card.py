@@ -192,44 +192,25 @@ def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
     assert "the first 1,500 questions of each of lm-eval's zero-shot tasks (chance: .3570 on average)" in text
 
 
-@pytest.mark.parametrize(
-    ("data_dir", "tasks", "said"),
-    [
-        ("/data", ("piqa", "boolq"), "all questions of each of lm-eval's zero-shot tasks"),
-        (
-            "/data",
-            ("piqa", "my_quiz"),
-            "all questions of each of lm-eval's zero-shot tasks and of the user's own my_quiz",
-        ),
-        ("/data", ("my_quiz", "mine"), "all questions of each of the user's own my_quiz, mine"),
-        (
-            None,
-            ("piqa", "lambada_openai"),
-            "all questions of each of lm-eval's zero-shot tasks",
-        ),  # that lm-eval has, too
-    ],
-)
-def test_tasks_of_ones_own_are_said_to_be_such(
-    tmp_path: Path, data_dir: str | None, tasks: tuple[str, ...], said: str
-) -> None:
-    text = card(tmp_path, source=replace(RUN, data_dir=data_dir, protocol=EvaluationProtocol(tasks=tasks)))
-    assert f"accuracy on {said} (chance: .3570 on average)" in text
+MINE = "the text in `text/wikitext2-raw.test.txt`"
+# The folder of data, the tasks, the content of the perplexity text, and what the card says of them.
+DATA: list[tuple[str | None, tuple[str, ...], str | None, tuple[str, ...]]] = [
+    ("/data", ("piqa", "boolq"), None, ("of each of lm-eval's zero-shot tasks", f"perplexity on {MINE}, in windows of")),
+    ("/data", ("piqa", "my_quiz"), "0123456789abcdef", ("tasks and of the user's own my_quiz", f"{MINE} (not recognised as")),
+    ("/data", ("my_quiz", "mine"), WIKITEXT2[-1], ("of each of the user's own my_quiz, mine", "the raw WikiText-2 test split")),
+    (None, ("piqa", "lambada_openai"), None, ("of each of lm-eval's zero-shot tasks", "the raw WikiText-2 test split")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (WIKITEXT2[-1], "the raw WikiText-2 test split"),
-        ("0123456789abcdef", "the text in `text/wikitext2-raw.test.txt` (not recognised as WikiText-2)"),
-        (None, "the text in `text/wikitext2-raw.test.txt`"),
-    ],
-)
-def test_a_text_is_wikitext2_by_its_content_and_not_by_the_name_of_its_file(
-    tmp_path: Path, content: str | None, said: str
+@pytest.mark.parametrize(("data_dir", "tasks", "content", "said"), DATA)
+def test_what_was_measured_on_is_said_by_its_content(
+    tmp_path: Path, data_dir: str | None, tasks: tuple[str, ...], content: str | None, said: tuple[str, ...]
 ) -> None:
     measured = None if content is None else MeasuredOn(protocol=2, text=content, tasks={})
-    text = card(tmp_path, source=replace(RUN, data_dir="/data"), measured_on=measured)
-    assert f"perplexity on {said}, in windows of" in text
+    source = replace(RUN, data_dir=data_dir, protocol=EvaluationProtocol(tasks=tasks))
+    text = card(tmp_path, source=source, measured_on=measured)
+    assert "accuracy on all questions" in text and "(chance: .3570 on average)" in text
+    assert all(part in text for part in said)
 
 
 @pytest.mark.parametrize(("model", "data_dir"), [("tiny-llama", None), ("pruned-before", "embedded")])
@@ -239,10 +220,7 @@ def test_numbers_of_an_embedded_model_are_said_to_be_such(model: str, data_dir: 
     text = card(tmp_path, base=base, source=run)
     assert "perplexity on the perplexity text embedded in tune_prune" in text
     assert "accuracy on all questions of each of the tasks embedded in tune_prune" in text
-    assert (
-        "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of the text embedded in tune_prune, seed 3"
-        in text
-    )
+    assert "divisor 5) of the text embedded in tune_prune, seed 3" in text
     assert "WikiText" not in text and "revision" not in text
 
 
