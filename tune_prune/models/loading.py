@@ -291,7 +291,9 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     finally:
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    wrong += [f"{name} is {list(found)}, not {list(size)}" for name, found, size in sorted(report["mismatched_keys"])]
+    wrong += [
+        f"{name} is {list(shape)} instead of {list(size)}" for name, shape, size in sorted(report["mismatched_keys"])
+    ]
     weight_files.check_fit(source.location, wrong)
     model.eval().requires_grad_(False)
     generation = model.generation_config

@@ -95,7 +95,7 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None) -> di
         if shape == tuple(parameter.shape):
             places |= dict.fromkeys(known, (path, stored[0]))
         else:
-            wrong.append(f"{known[0]} is {list(shape)}, not {list(parameter.shape)}")
+            wrong.append(f"{known[0]} is {list(shape)} instead of {list(parameter.shape)}")
     unused = sorted(spelling for spelling in left if spelling.endswith((".weight", ".bias")))
     # What stands beside a weight is its scale, its zero points or, in its place, its codes.
     if part := min((one for one in left.difference(unused) if _modules(one) & modules), default=None):
