@@ -29,8 +29,7 @@ import pandas as pd
 from quality_table import shown
 
 from tune_prune import load_results
-from tune_prune.analysis.statistics.findings import find
-from tune_prune.analysis.statistics.model_findings import ModelFindings
+from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.commands.flags import output_file
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog

@@ -29,7 +29,7 @@ import pandas as pd
 from making_seconds import making_seconds
 
 from tune_prune import load_results
-from tune_prune.analysis.input.measures import GOLD, dense_folder, gold_logprobs, kl_blocks
+from tune_prune.analysis.input.items import GOLD, dense_folder, gold_logprobs, kl_blocks
 from tune_prune.analysis.statistics.draws import mean_of_draws
 from tune_prune.commands.flags import output_file
 from tune_prune.core.errors import UserError

@@ -35,8 +35,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune import load_results
-from tune_prune.analysis.input.items import columns_of, read_items
-from tune_prune.analysis.input.measures import GOLD, TEXTS, dense_folder, gold_logprobs, kl_blocks
+from tune_prune.analysis.input.items import GOLD, TEXTS, columns_of, dense_folder, gold_logprobs, kl_blocks, read_items
 from tune_prune.analysis.statistics.differences import paired_gap
 from tune_prune.analysis.statistics.draws import draw_variance
 from tune_prune.analysis.statistics.findings import ModelFindings

@@ -20,8 +20,8 @@ from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.statistics.differences import difference, paired_difference, read_items
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
+from tune_prune.analysis.tables.configurations import by_size
 from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.analysis.tables.sizes import by_size
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest

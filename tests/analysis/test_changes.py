@@ -15,18 +15,26 @@ import pytest
 from scipy.stats import t
 
 from tests.findings import simulated_findings, simulated_study
-from tune_prune.analysis.input.items import read_items
-from tune_prune.analysis.input.measures import gold_logprobs
+from tune_prune.analysis.input.items import gold_logprobs, read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.report import report
-from tune_prune.analysis.statistics.changes import Change, Shift, _shift, changes, judged
-from tune_prune.analysis.statistics.differences import difference, paired_difference, paired_freedom, paired_gap
+from tune_prune.analysis.statistics.differences import (
+    Change,
+    Shift,
+    _shift,
+    changes,
+    difference,
+    judged,
+    paired_difference,
+    paired_freedom,
+    paired_gap,
+)
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
+from tune_prune.analysis.tables.configurations import by_size
 from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.analysis.tables.sizes import by_size
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.files import to_json
 from tune_prune.core.store import FolderStore

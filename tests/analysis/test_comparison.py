@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from tests.findings import simulated_scores
-from tune_prune.analysis.input.message import Message
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import cross_fit
 from tune_prune.analysis.statistics.differences import difference

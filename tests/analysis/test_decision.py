@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings
-from tune_prune.analysis.decision import close_calls, decision
 from tune_prune.analysis.render.messages import CATALOGUE, format_message
-from tune_prune.analysis.statistics import comparison, draws, model_findings
-from tune_prune.analysis.verdict import verdicts
+from tune_prune.analysis.statistics import comparison, draws
+from tune_prune.analysis.statistics import findings as model_findings
+from tune_prune.analysis.verdict import close_calls, decision, verdicts
 
 STEP = r"--[a-z]|Search again|Measure all|Measure them|Quote |use these|analyse that|Add the column|\{step\}"
 

@@ -16,9 +16,9 @@ from scipy import stats
 from statsmodels.formula.api import ols
 
 from tests.findings import published_findings
-from tune_prune.analysis.input.message import Message
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.statistics import effects
-from tune_prune.analysis.statistics.factors import grid_size, varied
+from tune_prune.analysis.statistics.effects import grid_size, varied
 
 METHODS = ("taylor", "layerwise", "blockwise")
 SEQ_LENS = (16, 32, 64, 128, 256)

@@ -12,8 +12,8 @@ import pytest
 from scipy.stats import kendalltau
 
 from tests.findings import simulated_study
-from tune_prune.analysis.input import measures
-from tune_prune.analysis.input.measures import GoldReader
+from tune_prune.analysis.input import items as measures
+from tune_prune.analysis.input.items import GoldReader
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics import fidelities as module
 from tune_prune.analysis.statistics.fidelities import kendall

@@ -28,7 +28,7 @@ from tune_prune.analysis.figures import figure_style, figures
 from tune_prune.analysis.input.rows import config_of, typed
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
-from tune_prune.analysis.tables.sizes import by_size
+from tune_prune.analysis.tables.configurations import by_size
 
 LOST = "layerwise-s16-n128"
 

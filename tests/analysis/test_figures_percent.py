@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tests.findings import simulated_findings
-from tune_prune.analysis.figures import figure_style, figures, figures_best
+from tune_prune.analysis.figures import figure_style, figures
 from tune_prune.analysis.render.messages import accuracies_in_percent
 from tune_prune.analysis.statistics.findings import ModelFindings
 
@@ -38,8 +38,8 @@ def drawn(models: dict[str, ModelFindings]) -> dict[str, Figure]:
             "ppl": figures.ppl_accuracy(models),
             "cost": figures.accuracy_cost(models),
             "size": figures.accuracy_size(SIZES),
-            "retention": figures_best.retention_figure(KEPT),
-            "removal": figures_best.pruning_figure(KEPT),
+            "retention": figures.retention_figure(KEPT),
+            "removal": figures.pruning_figure(KEPT),
         }
         for figure in made.values():
             figure.draw_without_rendering()

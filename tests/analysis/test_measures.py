@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.findings import simulated_study
-from tune_prune.analysis.input.measures import discrimination, gold_logprobs, kl_blocks
+from tune_prune.analysis.input.items import discrimination, gold_logprobs, kl_blocks
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.page import render
 from tune_prune.analysis.statistics import rules

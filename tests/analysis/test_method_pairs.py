@@ -16,8 +16,8 @@ from tune_prune.analysis.render.latex import latex_table
 from tune_prune.analysis.render.messages import note_sentences
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.comparison import PairedScores, compare
+from tune_prune.analysis.statistics.effects import method_pairs
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.statistics.method_pairs import method_pairs
 from tune_prune.analysis.tables.all_tables import all_tables
 
 METHODS = ("taylor", "layerwise", "blockwise")

@@ -12,13 +12,12 @@ import pandas as pd
 import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
-from tune_prune.analysis.input.errors import sizes_of
+from tune_prune.analysis.input.items import sizes_of
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.render import messages
-from tune_prune.analysis.render.page import render
+from tune_prune.analysis.render.page import rank_plot, render
 from tune_prune.analysis.render.paragraphs import paragraphs
-from tune_prune.analysis.render.rank_plot import rank_plot
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.all_tables import all_tables
 

@@ -18,7 +18,7 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.differences import Difference
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.analysis.tables.sizes import by_size, is_within, smallest
+from tune_prune.analysis.tables.configurations import by_size, is_within, smallest
 from tune_prune.commands import analysis
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError

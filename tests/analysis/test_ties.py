@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from scipy.stats import kendalltau
 
-from tune_prune.analysis.input.measures import SliceMeans
+from tune_prune.analysis.input.items import SliceMeans
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.optuna_study import export_study

@@ -11,7 +11,7 @@ import pytest
 from embedded_world import items
 
 import tune_prune
-from tune_prune.analysis.statistics.changes import Change
+from tune_prune.analysis.statistics.differences import Change
 from tune_prune.commands.results import Results
 
 WHOLE_TEXT = True

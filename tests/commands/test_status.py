@@ -18,7 +18,7 @@ import pytest
 from tests.findings import simulated_study
 from tests.trial_messages import stage_message
 from tests.trials import RUN
-from tune_prune.analysis.input.errors import certain_sizes, with_wilson_errors
+from tune_prune.analysis.input.items import certain_sizes, with_wilson_errors
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.commands import search, status

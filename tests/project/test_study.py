@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import study_smollm2
 
-from tune_prune.analysis.input.measures import GOLD
+from tune_prune.analysis.input.items import GOLD
 from tune_prune.commands import search_flags
 from tune_prune.commands.analysis import parser as analysis_parser
 from tune_prune.core.errors import UserError

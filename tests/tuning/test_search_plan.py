@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded
-from tune_prune.analysis import rerun
+from tune_prune.analysis import export
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
@@ -340,7 +340,7 @@ def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, mo
     (model,) = make_plan(settings).models
     config, key = model.trials[-1]
     rows = frame([TrialRecord(key=key, model="tiny-llama", config=asdict(config), status="complete")], tmp_path)
-    text = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
+    text = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
     assert text is not None
     space, again = text.splitlines()
     subprocess.run(["bash", "-c", space], check=True)
@@ -425,7 +425,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     assert {config.name: key for config, key in mixed.trials}["taylor-s16-n8"] == keys["taylor-s16-n8-cembedded+other"]
     config, key = next(trial for trial in model.trials if trial[0].name == names[-1])
     rows = frame([TrialRecord(key=key, model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path)
-    again = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
+    again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
@@ -434,7 +434,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     rows = frame(
         [TrialRecord(key=keys[names[0]], model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path
     )
-    again = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
+    again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])

@@ -16,13 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tune_prune.analysis.export import SCHEMA_VERSION, across_view, best_entry, relative, views
-from tune_prune.analysis.figures.figures_best import draw_best
+from tune_prune.analysis.export import SCHEMA_VERSION, across_view, best_command, best_entry, relative, views
+from tune_prune.analysis.figures.figures import draw_best
 from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
-from tune_prune.analysis.rerun import best_command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.analysis.tables.sizes import is_within
+from tune_prune.analysis.tables.configurations import is_within
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json, to_json
 from tune_prune.core.ledger import trial_file

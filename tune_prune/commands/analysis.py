@@ -209,11 +209,11 @@ def _main(argv: list[str]) -> None:
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     check_output(output)
-    from tune_prune.analysis.decision import decision
     from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.render.messages import accuracies_in_percent
     from tune_prune.analysis.statistics.findings import find
     from tune_prune.analysis.statistics.rules import WITHIN
+    from tune_prune.analysis.verdict import decision
 
     with terminal.step("analysis", lambda: _STEPS, "steps") as advance:
 
@@ -327,10 +327,10 @@ def why_nothing(study: Study) -> str:
 
 def describe(findings: Findings) -> str:
     """The rest of the screen: what was read, what is wrong with it, and what to beware of."""
-    from tune_prune.analysis.input.message import Message
+    from tune_prune.analysis.input.study import Message
     from tune_prune.analysis.render.messages import format_message, note_sentences, one_line
     from tune_prune.analysis.render.text import text_table
-    from tune_prune.analysis.tables.sizes import smallest
+    from tune_prune.analysis.tables.configurations import smallest
     from tune_prune.analysis.tables.trial_tables import counts
 
     models = findings.study.models.values()

@@ -183,7 +183,7 @@ def _errors(
     record: TrialRecord | None, baseline: TrialRecord | None, folder: Location
 ) -> Callable[[Mapping[str, Any]], dict[str, float]]:
     """Return what gives, of metrics, the standard errors that Wilson's take the place of, as in the search's final table."""
-    from tune_prune.analysis.input.errors import certain_sizes
+    from tune_prune.analysis.input.items import certain_sizes
     from tune_prune.analysis.input.rows import frame
     from tune_prune.analysis.input.study import Model
 

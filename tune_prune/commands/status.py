@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from tune_prune.analysis.cost import between, duration, gpu_hours
-from tune_prune.analysis.input.errors import certain_sizes, rows_with_wilson_errors
+from tune_prune.analysis.input.items import certain_sizes, rows_with_wilson_errors
 from tune_prune.analysis.input.rows import configuration_of, frame, plain_values, ranked
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.draws import configurations

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tune_prune.analysis.input.measures import GOLD
+from tune_prune.analysis.input.items import GOLD
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.statistics.draws import draw_variance, next_draws, of_control
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find

@@ -8,6 +8,8 @@ accuracy_cost      accuracy against what a trial costs
 accuracy_size      accuracy of the best against the parameters kept, where a model was pruned at several ratios
 pareto             accuracy against size, cache and speed, where speed was measured
 retention_<model>  what each layer of the best configuration kept
+
+`draw_best` draws one pruned model: its gradients and what each layer lost and kept, from the files in its trial folder.
 """
 
 from __future__ import annotations
@@ -20,21 +22,197 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from tune_prune.analysis.figures import figure_style
-from tune_prune.analysis.figures.figure_style import ACCURACY, BLACK, GREY, LIGHT, PANELS_PER_ROW, SMALL, TINY
-from tune_prune.analysis.figures.figures_best import layer_shares, retention_figure
-from tune_prune.analysis.figures.heatmap import heatmap
+from tune_prune.analysis.figures.figure_style import (
+    ACCURACY,
+    BLACK,
+    BLUE,
+    GREY,
+    LIGHT,
+    ORANGE,
+    PANELS_PER_ROW,
+    SMALL,
+    TINY,
+    VERMILLION,
+)
 from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.render.messages import printed
-from tune_prune.analysis.statistics.effects import level_table
-from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
+from tune_prune.analysis.statistics.effects import NUMERIC, level_table, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.analysis.tables.sizes import by_size, by_speed
+from tune_prune.analysis.tables.configurations import by_size, by_speed
+from tune_prune.core.errors import UserError
+from tune_prune.core.files import number, parse_json
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.store import location
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, Location, location
+
+MAX_LEVELS = 12  # with a tick each; more, and the numbers in the cells could not be read
+_PLAIN: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6, "zorder": 2.0}
+_TIED: dict[str, Any] = {"edgecolor": VERMILLION, "linewidth": 0.8, "zorder": 2.1}
+_BEST: dict[str, Any] = {"edgecolor": VERMILLION, "linewidth": 2.0, "zorder": 2.2}
+_MISSING: dict[str, Any] = {"facecolor": "white", "edgecolor": LIGHT, "hatch": "/////"}
+
+
+def heatmap(model: ModelFindings) -> Figure:
+    """acc_mean over seq_len (up) and num_samples (across), a panel per method, on one colour scale.
+
+    Where several configurations share a cell, it shows the best of them. A method that reads neither has one cell.
+    """
+    rows, eligible = model.model.rows, model.eligible
+    seq_lens, samples = (sorted(rows[factor].dropna().astype(int).unique()) for factor in CALIBRATION)
+    size = (len(samples), len(seq_lens))
+    reading = set.union(*(methods_reading(rows, factor) for factor in CALIBRATION))
+    names = list(figure_style.styles(rows["method"]))
+    wide = min(len(names), PANELS_PER_ROW) * len(samples) > 9
+    height = 0.9 + 0.27 * min(11, max(3, len(seq_lens)))
+    figure, grid = figure_style.panels(len(names), height, wide, sharex=True, sharey=True)
+    figure.set_layout_engine("constrained", w_pad=0.02, wspace=0.01)
+    panels = dict(zip(names, grid, strict=True))
+    for method, axes in panels.items():
+        axes.set(title=method, xlim=(0, size[0]), ylim=(0, size[1]))
+        axes.grid(False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.patch.set(**_MISSING, linewidth=0)
+    for axis, levels in ((grid[0].xaxis, samples), (grid[0].yaxis, seq_lens)):
+        step = math.ceil(len(levels) / MAX_LEVELS)
+        axis.set_ticks(np.arange(0.5, len(levels), step), levels[::step])
+
+    read = eligible["method"].isin(reading)
+    places = eligible[["method"]].assign(**{factor: eligible[factor].where(read, 0) for factor in CALIBRATION})
+    cells = eligible[~places.duplicated()]  # the best of each, which stands first
+    tied = eligible.index[eligible["name"].isin(model.marked)]
+    low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
+    scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)
+    colours = ScalarMappable(scale, "cividis")
+    for index, row in eligible.iterrows():
+        axes, accuracy = panels[row["method"]], row["acc_mean"]
+        x, y, width, up = 0, 0, *size
+        if row["method"] in reading:
+            x, y, width, up = samples.index(row["num_samples"]), seq_lens.index(row["seq_len"]), 1, 1
+        edge = _BEST if index == model.best.name else _TIED if index in tied else _PLAIN
+        face = colours.to_rgba(accuracy) if index in cells.index else "none"
+        axes.add_patch(Rectangle((x, y), width, up, facecolor=face, clip_on=False, **edge))
+        if index in cells.index and max(size) <= MAX_LEVELS:
+            ink = "black" if scale(accuracy) > 0.47 else "white"  # there, cividis has the same contrast to both
+            centre = x + width / 2, y + up / 2
+            axes.text(*centre, printed(accuracy, "acc3"), color=ink, fontsize=TINY, ha="center", va="center")
+    figure.supxlabel(HYPERPARAMETERS["num_samples"].label)
+    figure.supylabel(HYPERPARAMETERS["seq_len"].label)
+    bar = figure.colorbar(colours, ax=grid, pad=0.02, fraction=0.05, aspect=25)
+    bar.set_label(figure_style.fractions(ACCURACY, bar.ax))
+    bar.outline.set_visible(False)
+    bar.solids.set(edgecolor="face", rasterized=False)  # type: ignore[union-attr]
+    keys = [Patch(facecolor="none", label="best", **_BEST)]
+    if len(tied) > 1:
+        keys.append(Patch(facecolor="none", label="too close to call (95%)", **_TIED))
+    missing = sum(math.prod(size) if method in reading else 1 for method in names) - len(cells)
+    if missing:
+        keys.append(Patch(label=f"no complete trial ({missing})", **_MISSING))
+    return figure_style.with_legend(figure, keys)
+
+
+MAX_LAYERS_IN_COLUMN = 40  # more, and the figure is as wide as the page
+_CIRCLE: dict[str, Any] = {"color": BLUE, "marker": "o", "markersize": 3.5, "linewidth": 1}
+_SQUARE: dict[str, Any] = {"color": ORANGE, "marker": "s", "markersize": 3.5, "linewidth": 1}
+_PARTS = (("kv_groups", "attention (KV groups)", _SQUARE), ("mlp_channels", "MLP (channels)", _CIRCLE))
+
+
+def draw_best(trial_folder: Location, folder: Path) -> list[Path]:
+    """Write gradient_analysis.png, pruning_ratio.png and retention_ratio.png of a trial into `folder`.
+
+    A picture whose file is not in `trial_folder` is left out. UserError if a file is damaged.
+    """
+    figures = {}
+    with figure_style.style():
+        gradients = layer_table(trial_folder / GRADIENTS, ["grad_mean", "grad_norm"])
+        if gradients is not None:
+            figures["gradient_analysis"] = gradient_figure(gradients)
+        kept = layer_shares(trial_folder)
+        if kept is not None:
+            figures |= {"pruning_ratio": pruning_figure(kept), "retention_ratio": retention_figure(kept)}
+        return figure_style.save(figures, folder, ("png",))
+
+
+def layer_table(path: Location, columns: list[str]) -> pd.DataFrame | None:
+    """The `columns` of every layer in a trial's JSON file, indexed by layer; None if there is no such file."""
+    found = trial_file(path.parent, path.name)
+    if found is None:
+        return None
+    content = parse_json(path, found)
+    try:
+        table = pd.DataFrame(content["layers"]).astype({"layer": "int64"}).set_index("layer")
+        return table[columns].map(number).astype("float64")
+    except (KeyError, TypeError, ValueError) as error:
+        names = ", ".join(columns)
+        raise UserError(
+            f"{path} has no layers with {names}; restore it from a copy, or move it away to leave its figures out"
+        ) from error
+
+
+def layer_shares(trial_folder: Location) -> pd.DataFrame | None:
+    """The share of each layer that a trial kept, of kv_groups, mlp_channels and params; None if its file is not there."""
+    names = ("kv_groups", "mlp_channels", "params")
+    columns = [f"{name}_{when}" for name in names for when in ("before", "kept")]
+    table = layer_table(trial_folder / PLAN_COMPARISON, columns)
+    if table is None:
+        return None
+    return pd.DataFrame({name: table[f"{name}_kept"] / table[f"{name}_before"] for name in names})
+
+
+def retention_figure(kept: pd.DataFrame) -> Figure:
+    """The kept share of every layer's KV groups and MLP channels, from `layer_shares`."""
+    figure, (axes,) = _layer_panels(kept, 1, 2.1)
+    axes.set(ylim=(0, 1.02), ylabel=figure_style.fractions("Share kept", axes))
+    for part, label, style in _PARTS:
+        axes.plot(kept[part], label=label, clip_on=False, **style)
+    axes.axhline(0.5, color=GREY, linewidth=0.6, linestyle=":", zorder=1, label="half")
+    return figure_style.with_legend(figure)
+
+
+def pruning_figure(kept: pd.DataFrame) -> Figure:
+    """The removed share of every layer's KV groups and MLP channels as bars, and of its parameters as a line."""
+    figure, (axes,) = _layer_panels(kept, 1, 2.1)
+    axes.set(ylim=(0, 1.02), ylabel=figure_style.fractions("Share removed", axes))
+    for side, (part, label, style) in zip((-0.21, 0.21), _PARTS, strict=True):
+        bar: dict[str, Any] = {"color": style["color"], "edgecolor": BLACK, "linewidth": 0.3}
+        axes.bar(kept.index + side, 1 - kept[part], 0.42, label=label, **bar)
+    line: dict[str, Any] = {"fmt": "none", "ecolor": BLACK, "elinewidth": 1.4, "capsize": 0}
+    axes.errorbar(kept.index, 1 - kept["params"], xerr=0.3, label="whole layer", **line)
+    return figure_style.with_legend(figure)
+
+
+def gradient_figure(gradients: pd.DataFrame) -> Figure:
+    """Mean |G| and ||G|| of every layer, on logarithmic scales, with the ratio of the largest to the smallest."""
+    figure, grid = _layer_panels(gradients, 2, 1.45)
+    shown = (("grad_mean", "Mean |G|", _CIRCLE), ("grad_norm", "Norm ‖G‖", _SQUARE))
+    for axes, (column, label, style) in zip(grid, shown, strict=True):
+        values = gradients[column]
+        positive = values[np.isfinite(values) & (values > 0)]
+        axes.plot(positive, **style)
+        axes.set_ylabel(label)
+        figure_style.spread_axis(axes.yaxis)
+        hidden = len(values) - len(positive)
+        title = f"{hidden} zero or not finite" if hidden else f"largest / smallest: {values.max() / values.min():.3g}"
+        axes.set_title(title, fontsize=SMALL, loc="right", color=GREY, pad=2)
+    figure.align_ylabels()
+    return figure
+
+
+def _layer_panels(table: pd.DataFrame, count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels below each other, over the layers."""
+    wide = len(table) > MAX_LAYERS_IN_COLUMN
+    figure, grid = figure_style.panels(count, height, wide, columns=1, sharex=True)
+    grid[-1].set(xlabel="Layer", xlim=(table.index.min() - 0.6, table.index.max() + 0.6))
+    grid[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    return figure, grid
+
 
 _DENSE: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 7}
 _RING = _DENSE | {"marker": "o", "markersize": 8, "markeredgewidth": 1.2, "fillstyle": "none"}
@@ -185,9 +363,9 @@ def pareto(speeds: pd.DataFrame) -> Figure:
     styles = figure_style.styles(set(speeds["method"]) - {"dense"})
     costs = {"kept": (100, "Parameters (%)"), "kv_kept": (100, "KV bytes/token (%)")}
     costs |= {"prefill": (1, "Prefill (x original)"), "decode": (1, "Decode (x original)")}
-    for number, axes in enumerate(grid):
-        rows = speeds[speeds["series"] == names[number // 4]]
-        cost, (scale, label) = list(costs.items())[number % 4]
+    for place, axes in enumerate(grid):
+        rows = speeds[speeds["series"] == names[place // 4]]
+        cost, (scale, label) = list(costs.items())[place % 4]
         dense, pruned = rows[rows["method"] == "dense"], rows[rows["method"] != "dense"]
         x, y = scale * pruned[cost], pruned["acc_mean"]
         bars: dict[str, Any] = {"yerr": pruned["acc_mean_stderr"]}
@@ -209,7 +387,7 @@ def pareto(speeds: pd.DataFrame) -> Figure:
             hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": GREY}
             axes.plot([], [], linestyle="none", marker="o", **hollow, label="not Pareto-optimal")
         axes.set_xlabel(label)
-        axes.set_title(figure_style.wrapped(names[number // 4]) if len(names) > 1 and number % 4 == 0 else "")
+        axes.set_title(figure_style.wrapped(names[place // 4]) if len(names) > 1 and place % 4 == 0 else "")
     figure.supylabel(figure_style.fractions(ACCURACY, *grid))
     return figure_style.with_legend(figure)
 

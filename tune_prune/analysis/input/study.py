@@ -1,7 +1,7 @@
 """What an analysis has read: models, their trials and what is wrong with them, wherever it came from.
 
 `Study` is the only input of everything below it. It holds every row that was found, also those that are not eligible, and
-names each of these in a `Problem`.
+names each of these in a `Problem`. A `Message` is what a finding tells its reader, as data: render/ has its words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ import pandas as pd
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.speed_records import SpeedRecord, newest_conditions
 from tune_prune.core.store import Location
+
+
+@dataclass(frozen=True)
+class Message:
+    """A sentence to be made from `values`."""
+
+    kind: str  # a key of messages.SENTENCES
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def tasks_of(columns: Iterable[str]) -> list[str]:

@@ -17,8 +17,7 @@ from tune_prune.analysis.cost import passes
 from tune_prune.analysis.input.rows import VERSIONS
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
-from tune_prune.analysis.statistics.effects import MIN_ROWS
-from tune_prune.analysis.statistics.factors import FACTORS
+from tune_prune.analysis.statistics.effects import FACTORS, MIN_ROWS
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.rules import BY_TEXT
 from tune_prune.analysis.tables.hyperparameters import trend_message

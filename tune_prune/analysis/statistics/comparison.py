@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import check_items
-from tune_prune.analysis.input.message import Message
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.statistics.differences import Items, few_items_variance
 from tune_prune.analysis.statistics.draws import DrawVariance
 

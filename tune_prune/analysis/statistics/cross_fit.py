@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.measures import gold_logprobs
+from tune_prune.analysis.input.items import gold_logprobs
 from tune_prune.analysis.statistics import rules
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
 from tune_prune.analysis.statistics.draws import DrawItems, left_out

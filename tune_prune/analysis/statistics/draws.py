@@ -23,8 +23,8 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import check_items
-from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CONTROL, INTEGERS, best_first, configuration_of
+from tune_prune.analysis.input.study import Message
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.measures import ACCURACY_DIGITS

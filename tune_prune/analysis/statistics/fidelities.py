@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.measures import GOLD, TEXTS, SliceMeans
+from tune_prune.analysis.input.items import GOLD, TEXTS, SliceMeans
 from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.statistics.draws import SEED
 from tune_prune.core.measures import ACCURACY_DIGITS

@@ -9,30 +9,378 @@ NaN and its reason stands beside it as a `Message`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.errors import certain_sizes, rows_with_wilson_errors, with_wilson_errors
-from tune_prune.analysis.input.items import ItemReader
-from tune_prune.analysis.input.measures import with_gold_logprobs
-from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import configuration_of, plain_value, ranked
-from tune_prune.analysis.input.study import Model, Study, measured_apart
-from tune_prune.analysis.statistics import draws
-from tune_prune.analysis.statistics.comparison import compare, paired_scores
-from tune_prune.analysis.statistics.cross_fit import CrossFit
-from tune_prune.analysis.statistics.differences import Transfer, transfer
-from tune_prune.analysis.statistics.draws import DrawItems
-from tune_prune.analysis.statistics.effects import Correlation, Trend
-from tune_prune.analysis.statistics.model_findings import ModelFindings
+from tune_prune.analysis.input.items import (
+    GOLD,
+    GoldReader,
+    ItemReader,
+    certain_sizes,
+    dense_folder,
+    discrimination,
+    guessing,
+    informative_mean,
+    rows_with_wilson_errors,
+    sizes_of,
+    with_gold_logprobs,
+    with_wilson_errors,
+)
+from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, TASK_ITEMS, configuration_of, plain_value, ranked
+from tune_prune.analysis.input.study import Message, Model, Study, measured_apart
+from tune_prune.analysis.statistics import draws, effects
+from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
+from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
+from tune_prune.analysis.statistics.differences import (
+    MEASURES,
+    Change,
+    Difference,
+    Transfer,
+    changes,
+    difference,
+    measure_gaps,
+    transfer,
+)
+from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
+from tune_prune.analysis.statistics.effects import (
+    NUMERIC,
+    Correlation,
+    Trend,
+    grid_size,
+    levels_of,
+    method_pairs,
+    methods_reading,
+    reading,
+    varied,
+)
+from tune_prune.analysis.statistics.fidelities import Fidelity, fidelities
 from tune_prune.analysis.statistics.rules import NEEDS, RULES, WITHIN, none_within
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Whole
 from tune_prune.core.measures import comparable
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFindings:
+    """One model. `eligible` has a row per configuration with an eligible trial (complete, with a finite accuracy), best first by
+    accuracy: the mean over its draws of calibration samples."""
+
+    model: Model  # of the study, with standard errors for accuracies of 0 and 1 (`errors.with_wilson_errors`)
+    rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
+    # columns of model.rows and: tokens (seq_len x samples), `measured_apart`; difference_points, difference_stderr_points (own
+    # minus the most accurate's), p_value (chance of a gap to the best as large as this if this were the best; corrected for
+    # all configurations), in_confidence_set (p_value above 0.05 or unknown: it may still be the best), draws (how many it
+    # is the mean of), draw_share (`draws.configurations`), draw_stderr (the part of acc_mean_stderr that these make; NaN where it
+    # is unknown), margin_points (`rules`)
+    eligible: pd.DataFrame
+    trials: pd.DataFrame  # the eligible ones: each draw by itself
+    draws: Mapping[int, pd.DataFrame]  # by the index of a row of `eligible`, its trials, where there are several
+    interactions: Mapping[int, Mapping[str, float]]  # of `draws`, by accuracy (`draws.interactions`)
+    draw_variances: Mapping[str, DrawVariance]  # by metric; empty where no configuration has several draws
+    control_variances: Mapping[str, DrawVariance]  # the same of CONTROL, which is no part of them
+    comparison: Comparison
+    scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
+    scores_message: Message | None  # what is missing of them
+    chosen: Mapping[str, list[str]]  # rule -> names; one but for "pareto"
+    seed: int
+    items: DrawItems
+    untrained: ModelFindings | None  # of trained ones those of the same model and ratio without training
+
+    @cached_property
+    def best(self) -> pd.Series:
+        """A row of `eligible`; where rule "smallest" finds none within its bound, the nearest: the most accurate."""
+        return self.named((self.chosen[self.rule] or self.chosen["accuracy"])[0])
+
+    def named(self, name: str) -> pd.Series:
+        """The eligible row of a configuration."""
+        return self.eligible[self.eligible["name"] == name].iloc[0]
+
+    @cached_property
+    def against_dense(self) -> Difference | None:
+        """The accuracy of `best` minus the dense model's, on the same items where both have them; None where that is unknown."""
+        dense = {"acc_mean_stderr": math.nan, **self.model.baseline, "output_dir": dense_folder(self.model)}
+        return difference(self.best, dense, self.items) if "acc_mean" in dense else None
+
+    @property
+    def draw_variance(self) -> DrawVariance | None:
+        """Of acc_mean; None where no configuration has several draws."""
+        return self.draw_variances.get("acc_mean")
+
+    @property
+    def basis(self) -> str:
+        """`Comparison.basis`: of the differences."""
+        return self.comparison.basis
+
+    @cached_property
+    def tied(self) -> list[str]:
+        """Names of the most accurate and of those that were compared with it and are statistically tied with it (95%). One of
+        unknown error was not compared: it is neither among them nor in `ruled_out`."""
+        first = self.eligible["name"].iloc[0]
+        return [first, *(name for name in self.eligible["name"] if name in self.marked and name != first)]
+
+    @cached_property
+    def marked(self) -> set[str]:
+        """Those of `tied` that tables and figures mark: none where the most accurate is itself of unknown error."""
+        p_value = self.eligible["p_value"]
+        return set() if math.isnan(p_value.iloc[0]) else set(self.eligible.loc[p_value > 0.05, "name"])
+
+    @cached_property
+    def ruled_out(self) -> set[str]:
+        """Names of the configurations that some other one is better than (95%)."""
+        return set(self.eligible.loc[self.eligible["p_value"] <= 0.05, "name"])
+
+    @property
+    def compared(self) -> int:
+        """How many others were compared with the most accurate: those of known error, none where its own is unknown."""
+        p_value = self.eligible["p_value"]
+        return 0 if math.isnan(p_value.iloc[0]) else int(p_value.count()) - 1
+
+    @cached_property
+    def edges(self) -> list[tuple[str, float, str]]:
+        """(factor, value, "lower" or "upper") where the best's value is the smallest or largest tried."""
+        rows, best, found = self.model.rows, self.best.to_frame().T, []
+        for factor in (factor for factor in NUMERIC if factor in varied(rows) and reading(best, rows, factor).all()):
+            levels, value = levels_of(rows[reading(rows, rows, factor)], factor), levels_of(best, factor).item()
+            low, high = levels.min(), levels.max()
+            if low < high and value in (low, high):
+                found.append((factor, value, "lower" if value == low else "upper"))
+        return found
+
+    def _beyond(self, factor: str, value: float, side: str) -> float | None:
+        """Twice or half a value at the edge of what was tried; None where a hyperparameter cannot have it."""
+        kind, model = HYPERPARAMETERS[factor].kind, self.model
+        further = 2 * value if side == "upper" else value / 2
+        if isinstance(kind, Whole):
+            further = int(further)
+        asked = (model.source or {}).get("protocol", {}).get("perplexity_window", 0)
+        # Windows that are shorter than was asked for are all that the model takes
+        longest = model.window if factor == "seq_len" and model.window and model.window < asked else math.inf
+        return further if kind.holds(further) and further <= longest else None
+
+    def _other_choice(self, *rules: str) -> Message:
+        """What to do where accuracies say nothing: choose by the first of these rules that something was measured for, or stay."""
+        if self.rule in rules:
+            return Message("step_stay", {"rule": self.rule})
+        rule = next((name for name in rules if self.chosen[name]), None)
+        return Message("step_tasks") if rule is None else Message("step_rule", {"rule": rule})
+
+    def reading(self, *factors: str) -> pd.DataFrame:
+        """The eligible rows that vary with each of these factors (`factors.reading`)."""
+        reads = [reading(self.eligible, self.model.rows, factor) for factor in factors]
+        return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
+
+    @cached_property
+    def sampling(self) -> set[str]:
+        """The methods that read calibration samples."""
+        return methods_reading(self.model.rows, CALIBRATION[0])
+
+    @cached_property
+    def cross_fit(self) -> CrossFit | None:
+        """None without item outcomes, and where rows without them decided."""
+        own = self.eligible, self.best["name"], self.scores, self.comparison, self.rule
+        generator = np.random.default_rng(seed_for(self.seed, f"folds of {self.model.label}"))
+        return cross_fit_rule(*own, generator, self.items)
+
+    @cached_property
+    def methods(self) -> pd.DataFrame:
+        """`effects.method_table`: index method, highest mean first; columns n, mean, std (n - 1), std_n (over n), min, median, max,
+        best (name); p_below, the p that it is below the highest mean by `method_pairs` (NaN where the two cannot be compared; of
+        the highest itself 1, NaN where it can be compared with none); and tied: known not to be distinguishably below."""
+        table, pairs = effects.method_table(self.eligible), self.method_pairs["p_value"].to_dict()
+        top, *others = table.index
+        below = {method: pairs.get((top, method), math.nan) for method in others}
+        # Over the settings that both completed the highest mean may be the lower one
+        below |= {method: 1.0 for method in others if not math.isnan(pairs.get((method, top), math.nan))}
+        p_below = pd.Series({top: math.nan if np.isnan([*below.values()]).all() else 1.0, **below})
+        return table.assign(p_below=p_below, tied=p_below > 0.05)
+
+    @cached_property
+    def method_pairs(self) -> pd.DataFrame:
+        """`method_pairs.method_pairs`: index first, second; columns n, points, stderr_points, p_value (corrected for all pairs)."""
+        generator = np.random.default_rng(seed_for(self.seed, f"methods of {self.model.label}"))
+        return method_pairs(self.model.rows, self.eligible, self.comparison, generator)
+
+    @cached_property
+    def levels(self) -> Mapping[str, pd.DataFrame]:
+        """Hyperparameter that a method reads -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
+        shown = [factor for factor in NUMERIC if factor in CALIBRATION or factor in varied(self.eligible)]
+        return {factor: effects.level_table(rows, factor) for factor in shown if len(rows := self.reading(factor))}
+
+    @cached_property
+    def trends(self) -> Mapping[str, Trend]:
+        """Of hyperparameters with two levels or more."""
+        rows = {factor: self.reading(factor) for factor in NUMERIC}
+        return {factor: effects.trend(own, factor) for factor, own in rows.items() if own[factor].nunique() > 1}
+
+    @cached_property
+    def effects(self) -> pd.DataFrame | None:
+        """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:seq_len", ...,
+        "residual"); columns df, sum_sq, share, F, p."""
+        return effects.anova(self.reading(*varied(self.model.rows)))
+
+    @cached_property
+    def importance(self) -> Mapping[str, float]:
+        """Hyperparameter -> share of accuracy's variation that it answers for, as `importance_basis` tells it."""
+        return effects.importance(self.reading(*varied(self.model.rows)), self.effects)
+
+    @property
+    def importance_basis(self) -> str:
+        """ "anova", "optuna" or "none"."""
+        return "anova" if self.effects is not None else "optuna" if self.importance else "none"
+
+    @cached_property
+    def correlations(self) -> tuple[Correlation, ...]:
+        return effects.correlations(self.eligible)
+
+    @cached_property
+    def tasks(self) -> pd.DataFrame:
+        """The tasks of `best` and their "mean": acc, stderr, dense, retained, the columns of `guessing`; NaN what is not known."""
+        best, dense = self.best, self.model.baseline
+        tasks = [task for task in (*self.model.tasks, "mean") if not pd.isna(best[f"acc_{task}"])]
+        columns = {
+            "acc": [best[f"acc_{task}"] for task in tasks],
+            "stderr": [best.get(f"acc_{task}_stderr", math.nan) for task in tasks],
+            "dense": [dense.get(f"acc_{task}", math.nan) for task in tasks],
+            "retained": [self.retained(best[f"acc_{task}"], task) for task in tasks],
+        }
+        return pd.DataFrame(columns, pd.Index(tasks, name="task"), dtype="float64").join(self.guessing)
+
+    @cached_property
+    def guessing(self) -> pd.DataFrame:
+        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold; and `measures.discrimination`
+        of the dense model: auc, p (NaN where its items were not kept)."""
+        model, sizes = self.model, None
+        if model.kind == "published":
+            sizes = TASK_ITEMS if model.binomial else sizes_of(self.trials, model.tasks)
+        table = guessing(model.tasks, self.best["output_dir"], model.source, sizes)
+        return table.join(discrimination(dense_folder(model)))
+
+    @cached_property
+    def uninformative(self) -> list[str]:
+        """Tasks that tell nothing of the dense model: its accuracy may come from guessing, or its log-likelihoods do not tell right
+        choices from wrong ones (an AUC that is not above .5, 95%)."""
+        dense, p = self.model.baseline, self.guessing["p"]
+        return [t for t in self.model.tasks if self.at_chance(dense.get(f"acc_{t}"), t) or p[t] >= 0.05]
+
+    def informative(self, row: Mapping[str, Any]) -> tuple[float, float]:
+        """acc_mean of a row, and its standard error, without the uninformative tasks; NaN where there are none, or no others."""
+        tasks = [task for task in self.tasks.index[:-1] if self.uninformative and task not in self.uninformative]
+        columns = [f"acc_{task}" for task in tasks]
+        several = draws.of_control(self.draws, bool(self.control_variances) and row.get("method") == CONTROL)
+        together = draws.moved_together(several, self.interactions, columns) if tasks and several else 0.0
+        return informative_mean(row, tasks, together * row.get("draw_share", 0.0))
+
+    @cached_property
+    def measure_gaps(self) -> pd.DataFrame:
+        """`differences.measure_gaps`."""
+        return measure_gaps(self.eligible, self.draws, self.draw_variances, self._gold, self.control_variances)
+
+    @cached_property
+    def _gold(self) -> GoldReader:
+        return GoldReader()
+
+    @cached_property
+    def fidelities(self) -> tuple[Fidelity, ...]:
+        """`fidelities.fidelities`: what each cheaper look at a trial tells of its final accuracy."""
+        _ = self.measure_gaps  # which reads the items of all trials, too, and only once together
+        return fidelities(self.trials, self._gold.slices)
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """`changes.changes`: what the refit of these does or, where they are trained, the training."""
+        of = self.untrained if self.model.trained else self
+        dense = self.model.baseline.get(GOLD, math.nan)
+        return () if of is None else changes((self.eligible, self.draws), (of.eligible, of.draws), dense, self._gold)
+
+    def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
+        """Whether an accuracy may come from guessing; what is not known does not."""
+        return accuracy is not None and bool(accuracy < self.guessing.loc[task, "threshold"])
+
+    def retained(self, accuracy: Any, task: str = "mean") -> float | None:
+        """`accuracy` over the dense model's; None where that is not known, or may itself come from guessing."""
+        dense = self.model.baseline.get(f"acc_{task}", math.nan)
+        known = accuracy is not None and dense > 0 and not self.at_chance(dense, task)
+        return float(accuracy / dense) if known else None
+
+    @cached_property
+    def statistics(self) -> Mapping[str, float]:
+        """Counts (runs, complete, failed, stopped_early, not_finite, task_evaluations), and max, min, median, mean, std (n - 1)
+        of acc_mean over the configurations."""
+        rows, accuracy, status = self.model.rows, self.eligible["acc_mean"], self.model.rows["status"].value_counts()
+        return {
+            "runs": len(rows),
+            "complete": len(self.trials),
+            "failed": int(status.get("failed", 0)),
+            "stopped_early": int(status.get("stopped_early", 0)),
+            "not_finite": int(rows["success"].sum()) - len(self.trials),
+            "task_evaluations": int(rows[[f"acc_{task}" for task in self.model.tasks]].notna().to_numpy().sum()),
+            **{name: float(getattr(accuracy, name)()) for name in ("max", "min", "median", "mean", "std")},
+        }
+
+    @cached_property
+    def warnings(self) -> tuple[Message, ...]:
+        """What a reader must know before believing the decision; the gravest first."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[Message]:
+        rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
+        dense = self.model.baseline.get("acc_mean", math.nan)
+        guess = self.guessing.loc["mean", ["chance", "majority"]].max()
+        if "items_after_eos" in eligible and eligible["items_after_eos"].max() > 0:
+            yield Message("items_after_eos", {"step": self._other_choice("perplexity")})
+        if not math.isfinite(dense):
+            yield Message("dense_unknown")
+        if self.at_chance(dense):
+            yield Message("dense_at_chance", {"dense": dense, "guess": guess, "step": self._other_choice("perplexity")})
+        elif self.at_chance(self.best["acc_mean"]):
+            yield Message("best_at_chance", {"acc": self.best["acc_mean"], "guess": guess})
+        if self.uninformative:
+            yield Message(
+                "tasks_at_chance", {"names": self.uninformative, "step": self._other_choice("kl", "perplexity")}
+            )
+        for measure in MEASURES:
+            if names := [change.after["name"] for change in self.changes if measure in change.worse]:
+                yield Message(f"worse_{measure}", {"names": names})
+        if "items_in_calibration" in eligible and (seen := eligible["items_in_calibration"].max()) > 0:
+            names = eligible.loc[eligible["items_in_calibration"] > 0, "name"].tolist()
+            yield Message("items_in_calibration", {"count": int(seen), "names": names})
+        if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
+            yield Message("several_devices", {"names": devices})
+        further = {edge: self._beyond(*edge) for edge in self.edges}
+        if beyond := {edge: value for edge, value in further.items() if value is not None}:
+            edges = [Message(f"edge_{side}", {"factor": name, "value": value}) for name, value, side in beyond]
+            space = [f"{name}: {sorted([value, beyond[name, value, side]])}" for name, value, side in beyond]
+            yield Message("edges", {"edges": edges, "space": space})
+        first = eligible["name"].iloc[0]
+        if others := self.tied[1:]:
+            points = -float(self.named(others[0])["difference_points"])
+            yield Message("within_noise", {"best": first, "others": others, "next": others[0], "points": points})
+        if fit is not None and fit.naive - fit.corrected > fit.stderr:
+            yield Message("selection_bias", {"naive": fit.naive, "corrected": fit.corrected})
+        if self.rule != "perplexity" and self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:
+            yield Message("ppl_disagrees", {"best": first, "best_ppl": self.chosen["perplexity"][0]})
+        by_mean, by_max = self.methods.index[0], eligible["method"].iloc[0]
+        if self.methods.loc[by_max, "p_below"] <= 0.05 and self.methods.loc[by_mean, "best"] in self.ruled_out:
+            yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
+        expected = grid_size(rows)
+        if len(eligible) < expected:
+            yield Message("missing_trials", {"missing": expected - len(eligible), "expected": expected})
+        if stopped := self.statistics["stopped_early"]:
+            yield Message("stopped_early", {"count": stopped})
+        if len(eligible) > 1:
+            if self.scores_message is not None:
+                yield self.scores_message
+            if unknown := eligible.loc[eligible["p_value"].isna(), "name"].tolist():
+                yield Message("stderr_unknown", {"names": unknown})
+        yield from draws.warnings(eligible, self.best["name"], self.draw_variance)
+
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tune_prune.analysis.render.latex import PACKAGES, document, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables import changes, configurations, hyperparameters, measure_tables, sizes, trial_tables
+from tune_prune.analysis.tables import configurations, hyperparameters, trial_tables
 from tune_prune.analysis.tables.table import Table
 from tune_prune.core.store import FolderStore
 
@@ -19,10 +19,10 @@ def all_tables(findings: Findings) -> Mapping[str, Table]:
     """All tables that these findings have rows for, by their keys; those of the appendix last."""
     made = [
         configurations.best_configurations(findings),
-        sizes.smallest(findings),
-        sizes.accuracy_by_size(findings),
-        sizes.pareto(findings),
-        changes.changes(findings),
+        configurations.smallest(findings),
+        configurations.accuracy_by_size(findings),
+        configurations.pareto(findings),
+        configurations.changes(findings),
         configurations.selection_rules(findings),
         trial_tables.draws(findings),
         configurations.task_accuracies(findings),
@@ -38,8 +38,8 @@ def all_tables(findings: Findings) -> Mapping[str, Table]:
         trial_tables.statistics(findings),
         trial_tables.trials(findings),
         trial_tables.trial_tasks(findings),
-        measure_tables.measures(findings),
-        measure_tables.fidelities(findings),
+        trial_tables.measures(findings),
+        trial_tables.fidelities(findings),
     ]
     return {table.key: table for table in made if table is not None}
 

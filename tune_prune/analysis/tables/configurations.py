@@ -1,20 +1,24 @@
-"""Tables of configurations: the best of each model, what each rule chooses, their tasks, and what the choice is worth."""
+"""Tables of configurations: the best of each model, what each rule chooses, their tasks and sizes, what a repair or a training
+changes, and what the choice is worth.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.measures import GOLD
-from tune_prune.analysis.input.rows import CALIBRATION
-from tune_prune.analysis.statistics.differences import difference
+from tune_prune.analysis.input.items import GOLD
+from tune_prune.analysis.input.rows import CALIBRATION, plain_values
+from tune_prune.analysis.statistics.differences import Change, difference
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.kinds import Whole
+from tune_prune.core.measures import wilson_stderr
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 _WIDE = 3  # models: losses of more in percent, too, are no table that a page has room for
@@ -332,3 +336,226 @@ def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:
         if geometry := entry.get("geometry"):
             return {"layers": len(geometry["mlp_width"]), "total_params": geometry["total_params"]}
     return {"layers": None, "total_params": found.model.baseline.get("params_count")}
+
+
+_WORSE = {"kl_text": "text", "kl_tasks": "questions", GOLD: "right choices"}
+
+
+def changes(findings: Findings) -> Table | None:
+    """Every configuration with a refit or a training that was measured without it, too, the most accurate first; None if there is
+    none."""
+    rows = [_row(found, change) for found in findings.models.values() for change in found.changes]
+    columns = [
+        *(MODEL, CONFIG, Column("kind", "Change")),
+        *(c for c in hyperparameter_columns(findings) if HYPERPARAMETERS[c.key].of in ("recovery", "compensation")),
+        Column("draws", "Runs", "int", hint="how often both were run, each time with other sample text", detail=True),
+        Column("own_text", "Own text", "percent", hint="error that is left on held-out parts of its sample text"),
+        Column("before_acc_mean", "Without", "acc", "before_acc_mean_stderr", threshold=ACCURACY.threshold),
+        Column("acc_mean", "With", "acc", "acc_mean_stderr", threshold=ACCURACY.threshold),
+        Column("gain", "Gain", "points", "gain_stderr", hint="in points, on the same questions"),
+        Column("before_ppl", "Perplexity, without", "ppl", detail=True),
+        Column("ppl", "Perplexity, with", "ppl", detail=True),
+        Column(f"before_{GOLD}", "Gold logprob, without", "nats", detail=True),
+        Column(GOLD, "Gold logprob, with", "nats", detail=True),
+        Column(f"{GOLD}_change", "Gold logprob, change", "nats", f"{GOLD}_change_stderr", hint="on the same questions"),
+        Column("before_kl_text", "KL text, without", "nats", detail=True),
+        Column("kl_text", "KL text, with", "nats", detail=True),
+        Column("kl_text_change", "KL text, change", "nats", "kl_text_change_stderr", hint="on the same tokens"),
+        Column("before_kl_tasks", "KL tasks, without", "nats", detail=True),
+        Column("kl_tasks", "KL tasks, with", "nats", detail=True),
+        Column("kl_tasks_change", "KL tasks, change", "nats", "kl_tasks_change_stderr", hint="on the same tokens"),
+        Column("worse", "Worse on", hint="significantly (95%, all of a model together)"),
+    ]
+    notes = [*accuracy_notes(findings), Message("note_changes")]
+    return Table("changes", "What repair and training change", columns, rows, notes) if rows else None
+
+
+def _row(found: ModelFindings, change: Change) -> dict[str, Any]:
+    before, after = change.before, change.after
+    row = configuration(found, after)
+    row |= {f"before_{name}": before.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
+    for name, shift in change.shifts.items():
+        row |= {f"before_{name}": shift.before, name: shift.after}
+        row |= {f"{name}_change": shift.change, f"{name}_change_stderr": shift.stderr}
+    worse = ", ".join(_WORSE[name] for name in change.worse)
+    return row | {
+        "config": before["name"],
+        "kind": change.kind,
+        "draws": change.draws,
+        "own_text": change.own_text,
+        "gain": change.gain,
+        "gain_stderr": change.gain_stderr,
+        "worse": worse or ("nothing" if change.shifts else ""),
+    }
+
+
+_VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
+_KEPT = Column("kept", "Parameters kept", "percent")
+_ONE_SIDED = 1.645  # standard errors: 95% of a normal distribution lie above -1.645
+
+
+def by_size(findings: Findings) -> pd.DataFrame | None:
+    """Accuracy against size, of the models with two pruning ratios or more; None if there is none.
+
+    A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (label
+    without ratio), config (name), ratio, kept (of the dense parameters), _VALUES, acc_lowest and acc_highest (of draws).
+    """
+    rows: list[dict[str, Any]] = []
+    for series, members in findings.series.items():
+        if len({found.model.ratio for found in members}) < 2:
+            continue
+        dense = next((found.model.baseline for found in members if found.model.baseline), {})
+        if "acc_mean" in dense:
+            row = {"model": series, "config": "dense", "ratio": 0.0, "kept": 1.0}
+            rows.append(row | plain_values(dense, *_VALUES))
+        for found in members:
+            draws = found.draws.get(found.best.name, found.best.to_frame().T)["acc_mean"]
+            row = {"model": series, "acc_lowest": draws.min(), "acc_highest": draws.max()}
+            rows.append(row | _values(found, found.best, dense.get("params_count")))
+    return pd.DataFrame(rows).astype(dict.fromkeys(_VALUES, "float64")) if rows else None
+
+
+def _values(found: ModelFindings, row: pd.Series, dense_params: float | None) -> dict[str, Any]:
+    values = plain_values(row, *_VALUES)
+    kept = 1 - row["removed_fraction"]
+    if values["params_count"] and dense_params:
+        kept = values["params_count"] / dense_params
+    return {"config": row["name"], "ratio": found.model.ratio, "kept": kept, **values}
+
+
+def accuracy_by_size(findings: Findings) -> Table | None:
+    """The dense model and the best configuration of each pruning ratio, of models with two ratios or more."""
+    rows = by_size(findings)
+    if rows is None:
+        return None
+    columns = [MODEL, Column("ratio", "Pruning ratio", "number"), CONFIG, _KEPT, PARAMETERS, ACCURACY, PERPLEXITY]
+    notes = [*accuracy_notes(findings), Message("note_sizes")]
+    return Table("accuracy_by_size", "Accuracy against size", columns, rows.to_dict("records"), notes)
+
+
+def smallest(findings: Findings) -> Table | None:
+    """By rule "smallest": of every pruning ratio the smallest configuration within the bound, or the nearest to it, and its
+    difference to the dense model; None by other rules."""
+    if findings.rule != "smallest":
+        return None
+    rows = []
+    for series, members in findings.series.items():
+        for found in members:
+            values = _values(found, found.best, found.model.baseline.get("params_count")) | limits(found)
+            gap = found.against_dense
+            if gap is not None:
+                values |= {"difference": gap.points, "difference_stderr": gap.stderr_points}
+            values |= {"within": Message(f"within_{is_within(found)}"), "chosen": findings.smallest[series] is found}
+            rows.append({"model": found.model.label, **values})
+    columns = [
+        *(MODEL, CONFIG, _KEPT, PARAMETERS, ACCURACY),
+        Column(
+            "difference",
+            "To original",
+            "points",
+            "difference_stderr",
+            best="chosen",
+            hint="in points, on the same questions",
+        ),
+        Column("within", "Within"),
+    ]
+    title = f"Smallest within {findings.within:g} points of the original model"
+    notes = [Message("note_smallest", {"within": findings.within}), *accuracy_notes(findings)]
+    return Table("smallest", title, columns, rows, notes, best="best_smallest")
+
+
+def by_speed(findings: Findings) -> pd.DataFrame | None:
+    """The configurations whose speed was measured, the most accurate first, behind their dense model; None if there is none.
+
+    Columns: series (label without ratio), model, config (name; "dense"), method, _VALUES, kept and kv_kept (of the dense model's
+    parameters and KV bytes), kv_bytes_per_token, prefill and decode (times as fast as the dense model; <name>_lowest and
+    <name>_highest round), retained, retained_per_second, pareto (whether nothing dominates it), best, tied.
+    """
+    rows: list[dict[str, Any]] = []
+    for series, members in findings.series.items():
+        for found in members:
+            speeds, dense = found.model.compared_speeds, found.model.baseline
+            own = [row for _, row in found.eligible.iterrows() if row["key"] in speeds]
+            if not own:
+                continue
+            about = {"series": series, "model": found.model.label, **limits(found)}
+            kv_bytes = speeds[own[0]["key"]].dense_kv_bytes_per_token
+            first = about | {
+                "config": "dense",
+                "method": "dense",
+                "kept": 1.0,
+                "kv_kept": 1.0,
+                "prefill": 1.0,
+                "decode": 1.0,
+            }
+            first |= {name: dense.get(name) for name in _VALUES} | {"kv_bytes_per_token": kv_bytes, "tied": False}
+            retained = found.retained(dense.get("acc_mean"))
+            rows.append(first | {"retained": retained, "retained_per_second": retained})
+            for row in own:
+                speed, retained = speeds[row["key"]], found.retained(row["acc_mean"])
+                values = about | _values(found, row, dense.get("params_count"))
+                for name in ("prefill", "decode"):
+                    ratio = getattr(speed, name)
+                    values |= {name: ratio.value, f"{name}_lowest": ratio.lowest, f"{name}_highest": ratio.highest}
+                values |= {"method": row["method"], "tied": row["name"] in found.marked, "retained": retained}
+                values |= {
+                    "kv_bytes_per_token": speed.kv_bytes_per_token,
+                    "kv_kept": speed.kv_bytes_per_token / kv_bytes,
+                }
+                values |= {"retained_per_second": None if retained is None else row["retained_per_second"]}
+                values |= {"pareto": row["name"] in found.chosen["pareto"], "best": row["name"] == found.best["name"]}
+                rows.append(values)
+    return pd.DataFrame(rows).astype(dict.fromkeys(_VALUES, "float64")) if rows else None
+
+
+def pareto(findings: Findings) -> Table | None:
+    """Accuracy, size and speed of each configuration whose speed was measured."""
+    rows = by_speed(findings)
+    if rows is None:
+        return None
+    shown = rows.assign(pareto=[_yes_or_no(value) for value in rows["pareto"]])
+    hint = "times the original's speed"
+    columns = [
+        *(MODEL, CONFIG, MARKED_ACCURACY, RETAINED, PERPLEXITY, PARAMETERS),
+        Column("kv_bytes_per_token", "KV bytes/token", "int"),
+        Column("prefill", "Prefill", "points", hint=hint),
+        Column("prefill_lowest", "Prefill, rounds", "points", upper="prefill_highest"),
+        Column("decode", "Decode", "points", hint=hint),
+        Column("decode_lowest", "Decode, rounds", "points", upper="decode_highest"),
+        Column("retained_per_second", "Retained per second", "points", hint="1 for the original model"),
+        Column("pareto", "Pareto-optimal"),
+    ]
+    notes = [Message("note_speed"), *map(_conditions, filter(_timed, findings.models.values()))]
+    notes += [*accuracy_notes(findings), Message("note_retained")]
+    return Table("pareto", "Accuracy, size and speed", columns, shown.to_dict("records"), notes, best="best_tied")
+
+
+def _yes_or_no(value: Any) -> Message | None:
+    return None if pd.isna(value) else Message("within_yes" if value else "within_no")
+
+
+def _timed(found: ModelFindings) -> bool:
+    return bool(found.model.compared_speeds)
+
+
+def _conditions(found: ModelFindings) -> Message:
+    """How the speeds of a model were measured, and how many others there are."""
+    speeds = found.model.compared_speeds
+    record = next(iter(speeds.values()))
+    others = len({one.key for one in found.model.speeds if one.conditions != record.conditions})
+    values = {"model": found.model.label, **vars(record.conditions), "graph": record.graph, "others": others}
+    return Message("note_speed_conditions_more" if others else "note_speed_conditions", values)
+
+
+def is_within(found: ModelFindings) -> str:
+    """Of the best by rule "smallest": "yes" or "no" by its accuracy as measured; "surely" where that is so with 95% confidence
+    (one-sided, normal). Where both answered every item alike, the error is as if they had every item right (Wilson)."""
+    if not found.chosen["smallest"]:
+        return "no"
+    gap = found.against_dense
+    assert gap is not None  # else nothing is within
+    error = gap.stderr_points
+    if error == 0:
+        of_tasks = [wilson_stderr(items) for items in found.tasks["items"].drop("mean")]
+        error = 100 * math.hypot(*of_tasks) / len(of_tasks)
+    return "surely" if found.best["margin_points"] >= _ONE_SIDED * error else "yes"

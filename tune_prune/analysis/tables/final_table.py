@@ -9,15 +9,15 @@ from typing import Any
 from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
-from tune_prune.analysis.statistics.changes import MEASURES
+from tune_prune.analysis.statistics.differences import MEASURES
 from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
-from tune_prune.analysis.statistics.factors import methods_reading
+from tune_prune.analysis.statistics.effects import methods_reading
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables.changes import changes
 from tune_prune.analysis.tables.configurations import (
     PARAMETERS,
     RETAINED,
     accuracy_notes,
+    changes,
     hyperparameter_columns,
     limits,
     of_model,

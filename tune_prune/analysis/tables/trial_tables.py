@@ -1,4 +1,6 @@
-"""Tables of the whole study: every trial, its accuracy by task, sums and distributions, problems of the input, cost."""
+"""Tables of the whole study: every trial, its tasks and other measures, what cheaper looks tell, sums and distributions, problems
+of the input, cost.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.items import GOLD, TEXTS
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
@@ -23,6 +26,7 @@ from tune_prune.analysis.tables.configurations import (
     MODEL,
     PERPLEXITY,
     TOKENS,
+    TRIALS,
     accuracy_column,
     configuration,
     draws_of,
@@ -274,3 +278,70 @@ def costs(findings: Findings) -> Table | None:
         *(Column("evaluation_fraction", "Evaluation's share", "percent"), Column("gpu_hours", "GPU hours", "points")),
     ]
     return Table("costs", "Cost", columns, rows) if rows else None
+
+
+def measures(findings: Findings) -> Table | None:
+    """Every configuration, the most accurate first, below the dense model: each measure with its distance to the best."""
+    rows: list[dict[str, Any]] = []
+    for label, found in findings.models.items():
+        gaps, dense = found.measure_gaps, found.model.baseline
+        if gaps.empty:
+            continue
+        if dense:
+            zeros = {name: 0.0 for name in TEXTS if f"{name}_gap" in gaps}  # by definition
+            rows.append(
+                {**dense, **zeros, "model": label, "name": "dense", **informative(found, dense), **limits(found)}
+            )
+        rows += [configuration(found, row) | gaps.loc[index].to_dict() for index, row in found.eligible.iterrows()]
+    gap_columns = (
+        Column(f"{column.key}_gap", label, "nats", f"{column.key}_gap_stderr", hint="to the best of this measure")
+        for column, label in zip(MEASURES, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
+    )
+    pairs = [part for pair in zip(MEASURES, gap_columns, strict=True) for part in pair]
+    columns = [MODEL, replace(CONFIGURATION, detail=False), *pairs, ACCURACY, INFORMATIVE, PERPLEXITY]
+    notes = [Message("note_measures")]
+    if any(not missing(row["acc_informative"]) for row in rows):
+        notes.append(Message("note_informative"))
+    title = "Log-probability of right choices, and KL to the original model"
+    return Table("measures", title, columns, rows, notes, long=True) if rows else None
+
+
+_LOOKS = {
+    "kl_text": "KL text",
+    "kl_tasks": "KL tasks",
+    "kl": "KL, mean of both",
+    "ppl": "Perplexity",
+    GOLD: "Gold logprob",
+    "acc_mean": "Accuracy",
+}
+_PAGE = 40  # rows: a longer table breaks across pages, and has no place on a web page
+
+
+def fidelities(findings: Findings) -> Table | None:
+    """Every rung that the trials of a model passed through, in their order; None where no model has enough trials."""
+    rows = [
+        {
+            "model": label,
+            "rung": _LOOKS[one.measure],
+            "items": one.items,
+            "n": one.trials,
+            "tau": one.tau,
+            "tau_stderr": one.stderr,
+            "rank": one.rank,
+            "let_through": one.let_through,
+            "seconds": one.seconds,
+        }
+        for label, found in findings.models.items()
+        for one in found.fidelities
+    ]
+    columns = [
+        *(MODEL, Column("rung", "Rung")),
+        Column("items", "Questions seen", "percent", hint="of the zero-shot questions"),
+        TRIALS,
+        Column("tau", "Kendall's τ", "r", "tau_stderr", hint="with the final accuracy"),
+        Column("rank", "Winner's rank", "int", hint="trials that are at least as good as the most accurate one"),
+        Column("let_through", "Let through", "percent", hint="what a filter has to, to keep the most accurate one"),
+        Column("seconds", "Time", "duration", hint="median over the trials"),
+    ]
+    title, notes = "What cheaper looks tell of the final accuracy", [Message("note_fidelities")]
+    return Table("fidelities", title, columns, rows, notes, long=len(rows) > _PAGE) if rows else None
