@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.rows import CALIBRATION, as_cell, config_of, frame, plain_value, plain_values, ranked
+from tune_prune.analysis.input.rows import CALIBRATION, as_cell, frame, plain_value, plain_values, ranked
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.verdict import winners
@@ -75,6 +75,7 @@ def views(
         if label in labels
     }
     comparison = {"schema_version": SCHEMA_VERSION, "metric": "acc_mean", "models": methods, "differences": differences}
+    rows = rows.drop(columns=["name", "configuration"], errors="ignore")
     rows = rows.assign(output_dir=[relative(name, folder) for name in rows["output_dir"]])
     return {
         RESULTS: rows.map(as_cell).rename(columns=as_cell).to_csv(index=False, lineterminator="\n"),
@@ -99,7 +100,7 @@ def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
     """The best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
     best, dense = found.best, found.model.baseline
     return {
-        **config_of(best).to_dict(),
+        **best["configuration"].to_dict(),
         "source": None if found.model.source is None else dict(found.model.source),
         **plain_values(best, "name", "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key"),
         "output_dir": relative(plain_value(best["output_dir"]), folder),
@@ -171,7 +172,7 @@ def command(model: Model, row: Mapping[str, Any], seeds: Sequence[int] = ()) -> 
     source = model.source
     if not source:
         return None
-    config = config_of(row)
+    config = row["configuration"]
     file = shlex.quote(f"{config.name}.yaml")
     # A shape's default goes by the model's size.
     space = {"search": "grid"} | config.settings() | {"shape": config.shape} | ({"seeds": list(seeds)} if seeds else {})

@@ -41,7 +41,7 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
         found, folder, best = findings.models.get(label), output / f"consolidated_{name}", {}
         if found is not None:
             best[label] = best_entry(found, folder) | _evidence(found, findings)
-        texts = views(findings, [label], best, model.rows.drop(columns="name"), folder)
+        texts = views(findings, [label], best, model.rows, folder)
         written += FolderStore(folder).put_all(texts)
         if found is not None:
             written += _best(found, best[label], output / f"best_{name}")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _SQLITE = b"SQLite format 3\0"
 _LOG_SCALE = 8  # the largest level over the smallest from which on an axis is logarithmic
-_NOT_ATTRIBUTES = (*HYPERPARAMETERS, "model", "success", "where", "started_at")
+_NOT_ATTRIBUTES = (*HYPERPARAMETERS, "configuration", "model", "success", "where", "started_at")
 # Attributes of their own, beside the tasks' accuracies; all others are in one, `more`: Optuna takes a millisecond for each.
 _ATTRIBUTES = (
     *(

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import configuration_of
+from tune_prune.analysis.input.rows import without_draw
 from tune_prune.analysis.render.messages import format_message, names, pm, printed
 from tune_prune.analysis.render.text import fold
 from tune_prune.analysis.statistics.comparison import Comparison, compare, paired_scores
@@ -116,7 +116,7 @@ def in_words(found: ModelFindings) -> str:
     """The best configuration of a model for a person, e.g. `taylor on 128 samples of 64 tokens, repaired`."""
     best, rows = found.best, found.model.rows
     shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
-    return configuration_of(best).in_words(shown)
+    return without_draw(best).in_words(shown)
 
 
 def verdicts(findings: Findings) -> dict[str, Verdict]:

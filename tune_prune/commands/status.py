@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from tune_prune.analysis.cost import between, duration, gpu_hours
 from tune_prune.analysis.input.items import certain_sizes, rows_with_wilson_errors
-from tune_prune.analysis.input.rows import configuration_of, frame, plain_values, ranked
+from tune_prune.analysis.input.rows import frame, plain_values, ranked, without_draw
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.draws import configurations
 from tune_prune.analysis.statistics.rules import score
@@ -229,7 +229,7 @@ def _best(
         if np.isfinite(scores).any():
             best = eligible.iloc[int(np.nanargmax(scores))]
             values = plain_values(best, "key", "draws", "acc_mean", "acc_mean_stderr", "ppl")
-            found[label]["best"] = {"config": configuration_of(best).name, **values}
+            found[label]["best"] = {"config": without_draw(best).name, **values}
     return found
 
 

@@ -20,7 +20,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.experiment_reader import is_experiment, model_rows, read_experiment, with_speeds
 from tune_prune.analysis.input.results_csv import read_results_csv
-from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, VERSIONS, config_of, frame
+from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, VERSIONS, frame
 from tune_prune.analysis.input.study import Model, Problem, Study
 from tune_prune.core.config import ZERO_SHOT_TASKS, ModelRun, PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
@@ -233,8 +233,7 @@ def _merged(base: str, label: str, kin: str, parts: list[Model], notes: list[Pro
     rows = pd.concat(filled, ignore_index=True)
     if rows["removal_divisor"].notna().any():  # not in all of several results files
         rows["removal_divisor"] = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
-    names = [config_of(row).name for _, row in rows.iterrows()]
-    rows = rows.assign(name=pd.Series(names, dtype="str"), model=label)
+    rows = rows.assign(name=pd.Series([c.name for c in rows["configuration"]], dtype="str"), model=label)
     unlike = _by_other_code(rows)  # the same trials may be among the others
     rows, duplicates = _without_duplicates(rows)
     source = next((part.source for part in parts if part.source), None)

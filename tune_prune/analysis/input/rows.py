@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, TRAINING_STEP_TOKENS, renamed
 from tune_prune.core.kinds import Whole
 from tune_prune.core.measures import ACCURACY_DIGITS
@@ -84,7 +85,7 @@ def from_cell(text: str) -> str:
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Location) -> pd.DataFrame:
-    """One row per record: COLUMNS, then `<stage>_duration_s` and every other metric by name.
+    """One row per record: COLUMNS, `<stage>_duration_s`, every other metric by name, and its `configuration` (`typed`).
 
     Accuracies are fractions, elapsed_time is in seconds, pruning_ratio is what was asked and removed_fraction what was
     removed. What a record does not know is NaN. `success` is true for complete trials only.
@@ -110,13 +111,26 @@ def _row(record: TrialRecord, experiment_dir: Location) -> dict[str, Any]:
     }
 
 
-def typed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with COLUMNS first, what is missing as NaN (texts: empty; of what came later its default),
-    and each column in its one type."""
+def typed(rows: pd.DataFrame, place: Callable[[Any], str] = "row {}".format) -> pd.DataFrame:
+    """Return the rows with COLUMNS first, each in its one type, and their `configuration`: a PruningConfig each.
+
+    What is missing is NaN, an empty text or, of what came later, its default. UserError for values that no configuration can
+    have; `place` says where the row of an index stands.
+    """
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
     types = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(TEXTS, "str")
     missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default or "" for name in _OWN_TEXTS}
-    return rows.astype(types | {"success": "bool"}).fillna(missing | _LATER)
+    rows = rows.astype(types | {"success": "bool"}).fillna(missing | _LATER)
+    configs = {}
+    for index, values in rows[list(HYPERPARAMETERS)].to_dict("index").items():
+        known = {str(name): plain_value(value) for name, value in values.items()}
+        try:
+            configs[index] = PruningConfig.from_dict(
+                {k: value for k, value in known.items() if value not in (None, "")}
+            )
+        except UserError as error:
+            raise UserError(f"{place(index)}: {error}") from error
+    return rows.assign(configuration=pd.Series(configs, dtype="object"))
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
@@ -148,15 +162,9 @@ def compared(accuracies: pd.Series) -> pd.Series:
     return accuracies.astype("float64").round(ACCURACY_DIGITS)
 
 
-def config_of(row: Mapping[str, Any]) -> PruningConfig:
-    """The configuration of a row; what a published file does not tell has its default."""
-    values = {name: plain_value(row[name]) for name in HYPERPARAMETERS}
-    return PruningConfig.from_dict({name: value for name, value in values.items() if value not in (None, "")})
-
-
-def configuration_of(row: Mapping[str, Any]) -> PruningConfig:
-    """The configuration of a row without its draw: rows that differ in their seed alone have the same."""
-    return replace(config_of(row), seed=None)
+def without_draw(row: Mapping[str, Any]) -> PruningConfig:
+    """Return the configuration of a row without its draw: rows that differ in their seed alone have the same."""
+    return replace(row["configuration"], seed=None)
 
 
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:

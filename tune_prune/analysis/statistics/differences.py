@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import GOLD, TEXTS, gold_logprobs, kl_blocks, read_items
-from tune_prune.analysis.input.rows import config_of, configuration_of, plain_value, plain_values
+from tune_prune.analysis.input.rows import plain_value, plain_values, without_draw
 from tune_prune.analysis.statistics.draws import DrawVariance, added, mean_of_draws
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.measures import comparable
@@ -147,7 +147,7 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any], items: Items
     (`draws`) have the errors of their draws beside those of the items, which both share."""
     folder = first["output_dir"]
     # The same trial. Not by its folder alone: a foreign file may name one folder for all.
-    if folder and folder == second["output_dir"] and config_of(first) == config_of(second):
+    if folder and folder == second["output_dir"] and first["configuration"] == second["configuration"]:
         return Difference(0.0, 0.0, "paired")
     of_draws = math.hypot(*(float(np.nan_to_num(row.get("draw_stderr", 0.0))) for row in (first, second)))
     first_items, second_items = items(first["output_dir"]), items(second["output_dir"])
@@ -239,7 +239,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
 
 def _tried(row: Mapping[str, Any]) -> PruningConfig:
     """What was tried, apart from pruning ratio and draw: models that differ in those are compared by the rest."""
-    return replace(configuration_of(row), pruning_ratio=PruningConfig.pruning_ratio)
+    return replace(without_draw(row), pruning_ratio=PruningConfig.pruning_ratio)
 
 
 # By the hyperparameter that switches it on: what it is called, and the metric of a trial that says how much of the error is left
@@ -305,9 +305,9 @@ def judged(found: Sequence[Change]) -> tuple[Change, ...]:
 
 
 def _pairs(own: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterator[Change]:
-    without = {configuration_of(row): place for place, row in untrained[0][::-1].iterrows()}
+    without = {without_draw(row): place for place, row in untrained[0][::-1].iterrows()}
     for place, row in own[0].iterrows():
-        config = configuration_of(row)
+        config = without_draw(row)
         switch = "recovery" if config.recovery != PruningConfig.recovery else "compensation"
         other = without.get(replace(config, **{switch: getattr(PruningConfig, switch)}).canonical())
         if other is None or getattr(config, switch) == getattr(PruningConfig, switch):

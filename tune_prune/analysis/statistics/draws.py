@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import check_items
-from tune_prune.analysis.input.rows import CONTROL, INTEGERS, best_first, configuration_of
+from tune_prune.analysis.input.rows import CONTROL, INTEGERS, best_first, without_draw
 from tune_prune.analysis.input.study import Message
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
@@ -140,7 +140,7 @@ def configurations(
 
 def _name(row: pd.Series) -> str:
     """Of the configuration, without the draw."""
-    return row["name"] if pd.isna(row[SEED]) else configuration_of(row).name
+    return row["name"] if pd.isna(row[SEED]) else without_draw(row).name
 
 
 def mean_of_draws(values: pd.Series) -> float:

@@ -31,7 +31,7 @@ from tune_prune.analysis.input.items import (
     with_gold_logprobs,
     with_wilson_errors,
 )
-from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, TASK_ITEMS, configuration_of, plain_value, ranked
+from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, TASK_ITEMS, plain_value, ranked, without_draw
 from tune_prune.analysis.input.study import Message, Model, Study, measured_apart
 from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
@@ -464,8 +464,8 @@ def _untrained(model: Model, models: Iterable[ModelFindings]) -> ModelFindings |
     alike = [
         one for one in models if not one.model.trained and (one.model.kin, one.model.ratio) == (model.kin, model.ratio)
     ]
-    own = {configuration_of(row).untrained() for _, row in model.rows.iterrows()}
-    shared = [len(own & {configuration_of(row).canonical() for _, row in one.eligible.iterrows()}) for one in alike]
+    own = {without_draw(row).untrained() for _, row in model.rows.iterrows()}
+    shared = [len(own & {without_draw(row).canonical() for _, row in one.eligible.iterrows()}) for one in alike]
     return alike[shared.index(max(shared))] if alike else None
 
 

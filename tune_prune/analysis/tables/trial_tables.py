@@ -95,7 +95,8 @@ def trials(findings: Findings) -> Table:
             row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_value", "rank", "ppl_rank"))
             rows.append(row | {"chosen": False, "tied": False, "model": label})
     for row in rows:
-        del row["output_dir"], row["host"]  # of the machine, and no part of a publication
+        # The first two are of the machine and no part of a publication; the last is said by the other columns.
+        del row["output_dir"], row["host"], row["configuration"]
     tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
     columns = [
         *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
