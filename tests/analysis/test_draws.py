@@ -18,7 +18,7 @@ from tune_prune.analysis.export import views
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
-from tune_prune.analysis.render.markdown_csv import markdown_table
+from tune_prune.analysis.render.files import markdown_table
 from tune_prune.analysis.render.messages import cell_text, format_message
 from tune_prune.analysis.render.page import render
 from tune_prune.analysis.render.paragraphs import paragraphs

@@ -12,7 +12,7 @@ from tests.findings import simulated_study
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.study import Study
-from tune_prune.analysis.render.markdown_csv import markdown_table
+from tune_prune.analysis.render.files import markdown_table
 from tune_prune.analysis.render.page import render
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.differences import difference

@@ -19,8 +19,7 @@ from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import as_cell, from_cell
-from tune_prune.analysis.render.latex import document
-from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
+from tune_prune.analysis.render.files import csv_text, document, markdown_table
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables

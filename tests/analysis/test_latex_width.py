@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.findings import simulated_findings
-from tune_prune.analysis.render.latex import document, escape, latex_table
+from tune_prune.analysis.render.files import document, escape, latex_table
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.table import Column, Table

@@ -12,7 +12,7 @@ import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_scores
 from tune_prune.analysis.input.items import read_items
-from tune_prune.analysis.render.latex import latex_table
+from tune_prune.analysis.render.files import latex_table
 from tune_prune.analysis.render.messages import note_sentences
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.comparison import PairedScores, compare

@@ -16,7 +16,7 @@ import pytest
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.study import Study
-from tune_prune.analysis.render.markdown_csv import markdown_table
+from tune_prune.analysis.render.files import markdown_table
 from tune_prune.analysis.render.messages import note_sentences
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.report import report

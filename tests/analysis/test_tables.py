@@ -20,8 +20,7 @@ import pytest
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.render.latex import escape, latex_table
-from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
+from tune_prune.analysis.render.files import csv_text, escape, latex_table, markdown_table
 from tune_prune.analysis.render.messages import note_sentences
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.render.text import text_table

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from tune_prune.analysis.render.latex import PACKAGES, document, latex_table
-from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
+from tune_prune.analysis.render.files import PACKAGES, csv_text, document, latex_table, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables import configurations, hyperparameters, trial_tables
 from tune_prune.analysis.tables.table import Table
