@@ -167,12 +167,6 @@ def test_best_entry_can_be_run_again_and_names_its_evidence(tmp_path: Path) -> N
     ]
 
 
-def test_edges_only_where_a_range_was_searched(tmp_path: Path) -> None:
-    others = [trial(f"taylor-s{s}-n8", 0.4) for s in (16, 64)]
-    edges = [best_of(tmp_path, trial(f"taylor-s{s}-n8", 0.5), *others)["edges"] for s in (32, 8)]
-    assert edges == [[], [{"hyperparameter": "seq_len", "value": 8, "edge": "lower"}]]
-
-
 def test_a_model_whose_trials_all_failed_is_listed(tmp_path: Path) -> None:
     failed = trial("taylor-s16-n8", 0, status="failed")
     assert view(tmp_path, "global_best_config", failed)["models_without_complete_trial"] == ["tiny"]
@@ -281,20 +275,6 @@ def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
     assert by_size(one_ratio) is None and "accuracy_by_size" not in all_tables(one_ratio)
 
 
-def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:
-    records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s16-n8", 0.5, "b", status="failed")]
-    write_views(FolderStore(tmp_path), records, found(tmp_path, records, {}))
-    names = ["all_methods_results", "global_best_config", "method_comparison"]
-    assert sorted(file.stem for file in tmp_path.iterdir()) == names
-
-
-def test_models_with_no_configuration_in_common(tmp_path: Path) -> None:
-    records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s32-n8", 0.5, "b")]
-    across = view(tmp_path, "cross_model_comparison", *records)
-    assert across["best_for_all"] == {"config": None, "num_candidates": 0}
-    assert "Best for all" not in table_of(tmp_path, *records)
-
-
 def test_final_table(tmp_path: Path) -> None:
     records = [
         trial("taylor-s64-n128", 0.6123),
@@ -324,23 +304,6 @@ def test_final_table(tmp_path: Path) -> None:
     ]
     one = table_of(tmp_path, *records, top=1, tiny=dense())
     assert "; the best of each method and the 1 best" in one and ".6100" not in one
-
-
-@pytest.mark.parametrize(("acc", "warned"), [(0.37, True), (0.42, False)])
-def test_final_table_warns_of_a_model_at_chance(tmp_path: Path, acc: float, warned: bool) -> None:
-    baseline = dense()
-    baseline.metrics |= {"acc_mean": acc, "acc_mean_stderr": 0.02, "chance_acc_mean": 0.36}
-    assert ("itself only guesses" in table_of(tmp_path, trial("taylor-s64-n128", 0.36), tiny=baseline)) is warned
-
-
-def test_final_table_warns_of_trials_on_several_kinds_of_gpu(tmp_path: Path) -> None:
-    records = [trial("taylor-s64-n128", 0.6), trial("taylor-s16-n128", 0.5)]
-    for record in records:
-        record.device_name = "NVIDIA H100"
-    assert "arithmetic" not in table_of(tmp_path / "one", *records, tiny=dense())
-    records[0].device_name = "NVIDIA A10"
-    said = table_of(tmp_path / "two", *records, tiny=dense())
-    assert "! Trials ran on NVIDIA A10 and NVIDIA H100, whose arithmetic differs in the last digits" in said
 
 
 def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:

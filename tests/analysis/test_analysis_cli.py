@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,17 +76,6 @@ def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_w
     assert "the best's accuracy cannot be cross-fitted" in out
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert "准确率" in (tmp_path / "final_analysis_report.txt").read_text(encoding="utf-8")
-
-
-def test_methods_that_read_no_calibration_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As those of `--search-space control`: nothing varies with samples, and everything is written."""
-    row = "m,random,16,8,0.5,a,0.1\n"
-    header = "model,method,seq_len,num_samples,acc_mean,output_dir,pruning_duration_s"
-    (tmp_path / "results.csv").write_text(f"{header}\n{row}")
-    assert analysis.main(["--csv", f"m={tmp_path / 'results.csv'}", "--output", str(tmp_path / "out")]) == 0
-    assert "random-s16-n8" in capsys.readouterr().out
-    tables = {path.stem for path in (tmp_path / "out" / "tables").glob("*.csv")}
-    assert "methods" in tables and not tables & {"seq_len", "num_samples"}
 
 
 def test_help_and_usage_errors_need_nothing_at_all(run_without: Callable[..., str]) -> None:
@@ -208,39 +196,6 @@ def test_an_output_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -
     assert f"--output {tmp_path} is an experiment" in refusal(tmp_path, "--output", tmp_path)
 
 
-def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(findings, "find", interrupt)
-    assert (
-        analysis.main([str(simulated_study(tmp_path, models=("alpha",), items=5)), "--output", str(tmp_path / "o")])
-        == 130
-    )
-    assert "interrupted" in capsys.readouterr().err
-
-
-def test_many_problems_are_counted_once(tmp_path: Path) -> None:
-    """Ten are shown; what is wrong with a file of several models is shown once."""
-    folder = simulated_study(tmp_path, items=5)
-    for path in sorted((folder / "ledger").glob("*.json"))[:14]:
-        path.write_text("{")
-    found = findings.find(read_study([folder], []))
-    text = analysis.describe(replace(found, without=("gamma",)))
-    assert text.count("\nproblem      ") + text.count("\nnote         ") == 10
-    models = found.study.models.values()
-    distinct = {(problem.where, problem.what) for model in models for problem in model.problems}
-    assert f"and {len(distinct) - 10} more" in text
-    assert "warning      No complete configuration, so not here: gamma. Run the search again" in text
-
-
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:
     assert tuple(findings.RULES) == analysis.RULES
     assert analysis.LANGUAGES == messages.LANGUAGES
-
-
-def test_help_says_of_every_rule_what_it_chooses() -> None:
-    (flag,) = (action for action in analysis.parser()._actions if action.dest == "rule")
-    assert flag.help is not None
-    assert re.findall(r"^ +([\w-]+)  ", flag.help, re.MULTILINE) == list(findings.RULES)
-    assert "latency" not in flag.help  # nothing here measures a column of that name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
+from tests.findings import published_findings, simulated_findings
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.layout import folder_name, write_layout
 from tune_prune.analysis.statistics.differences import read_items
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.commands.prune_request import from_config
 from tune_prune.core.config import PruningConfig
 
 ITEMS = 30
@@ -109,16 +107,6 @@ def test_the_table_can_be_analysed_again(written: Any) -> None:
     assert items is not None and len(items) == 7 * ITEMS  # the trial's folder is found from there
 
 
-def test_the_best_follows_the_rule(tmp_path: Path) -> None:
-    found = simulated_findings(tmp_path, rule="perplexity", models=("alpha",), items=ITEMS)
-    write_layout(found, tmp_path / "out")
-    values = read(tmp_path / "out" / "consolidated_alpha_20" / "global_best_config.json")
-    rows = found.study.models["alpha"].rows
-    assert values["selection_rule"] == values["models"]["alpha"]["selection"]["rule"] == "perplexity"
-    assert values["models"]["alpha"]["name"] == rows.loc[rows["ppl"].idxmin(), "name"]
-    assert not (tmp_path / "out" / "cross_model_comparison.json").exists()
-
-
 def test_nothing_is_invented_for_a_published_grid(tmp_path: Path) -> None:
     write_layout(published_findings(), tmp_path)
     best = read(tmp_path / "best_Llama_20" / "best_config.json")
@@ -190,23 +178,3 @@ def test_folder_names() -> None:
     # an analysis of each shape leaves the others' alone
     assert named("Llama", 0.2, taken, "uniform") == "Llama-uniform_20"
     assert named("Llama aligned-64@0.2", 0.2, taken, "aligned-64") == "Llama-aligned-64_20"
-
-
-def test_a_mean_over_draws_is_no_measurement_of_one_model(tmp_path: Path) -> None:
-    names = [f"{m}-s{s}-n{n}" for m in METHODS for s in SEQ_LENS for n in SAMPLES]
-    found = simulated_findings(tmp_path, models=("alpha",), items=ITEMS, draws=dict.fromkeys(names, 3), draw_sd=0.04)
-    write_layout(found, tmp_path / "out")
-    file = tmp_path / "out" / "consolidated_alpha_20" / "global_best_config.json"
-    entry = read(file)["models"]["alpha"]
-    assert (entry["draws"], entry["acc_mean"]) == (3, pytest.approx(found.models["alpha"].best["acc_mean"]))
-    there = from_config(str(file), None, base="tiny-llama")
-    assert there.metrics is not None
-    assert there.metrics["acc_mean"] != pytest.approx(entry["acc_mean"])  # the first draw's, which is what is pruned
-    alone = tmp_path / "alone" / file.name
-    alone.parent.mkdir()
-    shutil.copy(file, alone)
-    assert from_config(str(alone), None, base="tiny-llama").metrics is None
-    one = json.loads(file.read_text()) | {"models": {"alpha": entry | {"draws": 1}}}
-    alone.write_text(json.dumps(one))
-    metrics = from_config(str(alone), None, base="tiny-llama").metrics
-    assert metrics is not None and metrics["acc_mean"] == entry["acc_mean"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from tests.small_experiments import FIRST, KEYS, NAMES, ODD, ROW, csv, experiment, only, record, said, write_table
-from tune_prune.analysis.input import reading
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
@@ -148,13 +145,6 @@ def test_what_was_measured_otherwise_is_kept_apart(tmp_path: Path) -> None:
     assert list(models["tiny (b)"].rows["model"]) == ["tiny (b)"]
 
 
-def test_a_lost_baseline_does_not_separate_what_was_measured_alike(tmp_path: Path) -> None:
-    first = experiment(tmp_path / "a", [record(NAMES[0])])
-    second = experiment(tmp_path / "b", [record(NAMES[1])])
-    (second / "baseline.json").unlink()  # what was measured is then known from experiment.json
-    assert len(only(first, second).rows) == 2
-
-
 def test_each_ratio_is_a_model_of_its_own(tmp_path: Path) -> None:
     others = [record(NAMES[0], pruning_ratio=0.3), record(NAMES[1], pruning_ratio=0.3)]
     models = read_study([experiment(tmp_path / "e", [record(NAMES[0]), *others])], []).models
@@ -211,40 +201,6 @@ def test_what_is_no_experiment(tmp_path: Path) -> None:
             read_study([tmp_path / name], [])
 
 
-def test_models_come_in_the_order_they_were_named(tmp_path: Path) -> None:
-    path = csv(tmp_path, ROW)
-    copy = tmp_path / "copy.csv"
-    copy.write_text(path.read_text())
-    folder = experiment(tmp_path / "e", [record(NAMES[0])])
-    assert list(read_study([folder], [("b", path), ("a", copy), ("b", path)]).models) == ["tiny", "b", "a"]
-    models = read_study([], [("b", path), ("a", path)]).models  # the same rows under two names are two models
-    assert {label: len(model.rows) for label, model in models.items()} == {"b": 1, "a": 1}
-
-
-def test_methods_that_take_no_gradients_miss_none() -> None:
-    whole = dict.fromkeys(reading._CHECKED, 1.0) | {"success": True, "status": "complete", "reason": ""}
-    without = whole | {name: math.nan for name in whole if name.startswith("grad_")}
-    rows = [
-        values | {"method": method, "name": f"{method}-{index}", "where": ""}
-        for index, (method, values) in enumerate([("taylor", whole), ("taylor", without), ("random", without)])
-    ]
-    (problem,) = reading._of_rows(pd.DataFrame(rows), None)
-    assert problem.kind == "not_finite" and problem.what.startswith("taylor-1: grad_")
-
-
-def test_tasks_that_a_search_did_not_ask_for_are_not_missing() -> None:
-    row = dict.fromkeys(reading._CHECKED, 1.0) | {
-        "success": True,
-        "status": "complete",
-        "reason": "",
-        "acc_boolq": math.nan,
-    }
-    rows = pd.DataFrame([row | {"method": "taylor", "name": "taylor", "where": ""}])
-    asked = {"protocol": {"tasks": ["piqa", "own"]}}
-    assert [problem.what for problem in reading._of_rows(rows, None)] == ["no row has acc_boolq"]
-    assert reading._of_rows(rows, asked) == []
-
-
 def test_what_several_versions_have_measured_is_said(tmp_path: Path) -> None:
     one, two, three = (record(name) for name in NAMES)
     one.torch_version, two.torch_version = "2.12.0+cpu", "2.13.0+cu130"
@@ -264,13 +220,6 @@ def test_what_several_versions_have_measured_is_said(tmp_path: Path) -> None:
     assert said(only(tmp_path / "table"), "note") == [
         " | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: 1 trial")
     ]
-
-
-def test_records_of_one_version_or_of_none_say_nothing(tmp_path: Path) -> None:
-    records = [record(name) for name in NAMES]
-    for one, version in zip(records, ("2.13.0+cpu", "2.13.0", ""), strict=True):
-        one.torch_version, one.method_code = version, one.config["method"] if version else ""
-    assert said(only(experiment(tmp_path / "e", records)), "note") == []
 
 
 def test_trials_of_a_method_that_was_changed_between_them_are_named(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ models of their own everywhere else."""
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +17,6 @@ from tests.findings import simulated_findings, simulated_study
 from tune_prune.analysis.input.items import gold_logprobs, read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
-from tune_prune.analysis.render.paragraphs import paragraphs
-from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.differences import (
     Change,
     Shift,
@@ -81,21 +78,6 @@ def test_each_is_shown_beside_itself_untrained(findings) -> None:
     assert "What training changes, gain in points" in final_table(findings)
 
 
-def test_another_experiment_leaves_a_training_beside_the_same_untrained(tmp_path: Path) -> None:
-    """One of another divisor gives the untrained ones, and not the trained ones, a name of their own."""
-    first = simulated_study(tmp_path / "a", models=("alpha",), trained=GAINS)
-    second = simulated_study(tmp_path / "b", models=("alpha",))
-    for file in second.glob("ledger/*.json"):
-        record = json.loads(file.read_text())
-        record["config"]["removal_divisor"] = 3
-        record["key"] = file.stem[::-1]
-        record.pop("checksum", None)
-        file.unlink()
-        file.with_name(f"{record['key']}.json").write_text(json.dumps(record))
-    alone, both = (all_tables(find(read_study(folders, []))) for folders in ([first], [first, second]))
-    assert [row["config"] for row in both["changes"].rows] == [row["config"] for row in alone["changes"].rows]
-
-
 def test_what_a_training_changes_in_the_other_measures_has_the_error_of_the_same_items(tmp_path: Path) -> None:
     path = simulated_study(tmp_path, models=("alpha",), trained=GAINS)
     for number, file in enumerate(sorted(path.glob("trials/*/items.parquet"))):
@@ -113,16 +95,6 @@ def test_what_a_training_changes_in_the_other_measures_has_the_error_of_the_same
         assert row["gold_logprob_mean_change"] == pytest.approx(gaps.mean().mean())
         error = np.sqrt((gaps.var() / gaps.count()).sum()) / len(ZERO_SHOT_TASKS)
         assert row["gold_logprob_mean_change_stderr"] == pytest.approx(error) and error > 0
-
-
-def test_a_trained_configuration_alone_has_no_gain(tmp_path: Path) -> None:
-    found = simulated_findings(tmp_path, models=("alpha",), trained=GAINS, failed=["taylor-s64-n512"])
-    assert {row["config"] for row in all_tables(found)["changes"].rows} == set(GAINS) - {"taylor-s64-n512"}
-
-
-def test_without_training_there_is_no_such_table(tmp_path: Path) -> None:
-    found = simulated_findings(tmp_path, models=("alpha",))
-    assert "changes" not in all_tables(found) and "What training changes" not in final_table(found)
 
 
 TEXT, TASKS = [0.2, 0.3, 0.1, 0.4, 0.25, 0.15], [0.5, 0.3, 0.4]  # KL by block, nats per token
@@ -312,28 +284,6 @@ def test_a_gain_is_of_the_draws_that_both_have(tmp_path: Path) -> None:
     assert row["before_ppl"] == pytest.approx(first["ppl"])
     expected, stderr = paired_difference(read_items(after["output_dir"]), read_items(first["output_dir"]))
     assert (row["gain"], row["gain_stderr"]) == (pytest.approx(100 * expected), pytest.approx(100 * stderr))
-
-
-def test_trained_models_are_not_averaged_with_others_and_the_draft_says_that_they_were_trained(findings) -> None:
-    assert findings.transfer.best_for_all["config"] is None
-    draft = paragraphs(findings)[0]
-    assert "alpha+lora is trained after it" in draft and "with no training after pruning" not in draft
-    assert "best single configuration" not in draft + report(findings)
-    of_trained = findings.transfer.losses["alpha+lora"]["alpha"]
-    if of_trained["evaluated"]:
-        assert of_trained["name"].endswith("-lora")
-
-
-def test_what_is_tied_is_no_loss_in_the_draft(tmp_path: Path) -> None:
-    gains = dict.fromkeys(
-        ["taylor-s64-n512", "blockwise-s64-n512", "layerwise-s256-n512", "blockwise-s256-n512", "blockwise-s64-n128"],
-        0.0,
-    )
-    found = simulated_findings(tmp_path, models=("alpha",), trained=gains, items=30, seed=2)
-    loss, trained = found.transfer.losses["alpha+lora"]["alpha"], found.models["alpha+lora"]
-    assert loss["evaluated"] and loss["name"] in trained.tied and loss["loss_points"] > 0
-    (sentence,) = [line for line in paragraphs(found)[0].splitlines() if line.startswith("With alpha's configuration")]
-    assert "loses" not in sentence
 
 
 def test_an_unknown_error_of_draws_leaves_the_known_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -14,12 +13,10 @@ import pandas as pd
 import pytest
 
 from tests.findings import simulated_study
-from tune_prune.analysis.export import views
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.render.files import markdown_table
-from tune_prune.analysis.render.messages import cell_text, format_message
 from tune_prune.analysis.render.page import render
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.report import report
@@ -32,16 +29,13 @@ from tune_prune.analysis.statistics.draws import (
     DrawVariance,
     draw_variance,
     interaction,
-    item_errors,
     next_draws,
     pooled,
 )
 from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.commands.analysis import why_nothing
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.store import METHOD_COMPARISON
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import simulate_draws
@@ -140,12 +134,6 @@ def test_errors_are_those_of_items_and_draws(found: ModelFindings) -> None:
         assert math.sqrt(found.comparison.variances[place]) == pytest.approx(row["acc_mean_stderr"])
 
 
-def test_an_unknown_error_stays_unknown() -> None:
-    rows = pd.DataFrame({"draws": [2, 2], "acc_mean_stderr": [math.nan, 0.01]})
-    errors = item_errors(rows, {0: {"acc_mean": 1e-5}, 1: {"acc_mean": 1.0}})["acc_mean_stderr"]
-    assert math.isnan(errors[0]) and errors[1] == 0.0
-
-
 def test_every_difference_has_both_parts(findings, found: ModelFindings) -> None:
     first, second = found.eligible.iloc[0], found.named("taylor-s16-n128")
     gap = difference(first, second, findings.items)
@@ -203,45 +191,6 @@ def test_one_draw_everywhere_is_as_it_was(tmp_path: Path) -> None:
     assert "seeds_one" in {message.kind for message in found.warnings}
 
 
-def test_tables_and_sentences_say_what_is_of_one_draw(findings, found: ModelFindings, tmp_path: Path) -> None:
-    tables = all_tables(findings)
-    draws = tables["draws"]
-    assert [row["draws"] for row in draws.rows] == [SEVERAL[row["name"]] for row in draws.rows]
-    seeds = [column.key for column in draws.columns if column.key.startswith("seed_")]
-    assert seeds == ["seed_0", "seed_1", "seed_2"]
-    for row in draws.rows:
-        own = trials_of(found, row["name"])["acc_mean"].tolist()
-        assert [row[seed] for seed in seeds if seed in row] == own
-        assert row["low"] < row["acc_mean"] < row["high"]
-    trials, accuracy = tables["trials"], next(c for c in tables["trials"].columns if c.key == "acc_mean")
-    assert len(trials.rows) == 18  # no draw is a row beside its configuration
-    marked = {row["name"] for row in trials.rows if cell_text(accuracy, row).endswith("‡")}
-    assert marked == {row["name"] for row in trials.rows if row["draws"] == 1} and len(marked) == 15
-    told = {message.kind: format_message(message) for message in found.warnings}
-    assert "seeds_one" not in told and "15 of 18" in told["one_draw"] and "few_draws" in told
-
-
-def test_counts_of_configurations_are_called_so(findings, found: ModelFindings) -> None:
-    rows = found.model.rows
-    methods = json.loads(views(findings, ["alpha"], {}, rows, Path("/"))[METHOD_COMPARISON])["models"]["alpha"]
-    assert {name: (entry["n"], entry["n_failed_or_stopped"]) for name, entry in methods.items()} == dict.fromkeys(
-        ("blockwise", "layerwise", "taylor"), (6, 0)
-    )
-    assert "Complete configurations (18): max" in report(findings)
-
-
-def test_a_winner_of_one_draw_is_called_so(tmp_path: Path) -> None:
-    path = simulated_study(tmp_path, models=("alpha",), items=40, draws={"taylor-s16-n128": 2, "taylor-s16-n512": 2})
-    found = find(read_study([path], [])).models["alpha"]
-    leads = next(message for message in found.warnings if message.kind == "one_draw_leads")
-    assert found.best["name"] in leads.values["names"] and found.best["draws"] == 1
-    between = found.draw_variance
-    assert leads.values["points"] == pytest.approx(100 * math.sqrt(between.mean_square))  # what a draw moves
-    few = next(message for message in found.warnings if message.kind == "few_draws")
-    assert few.values["points"] == pytest.approx(100 * math.sqrt(between.variance)) and between.interaction > 0
-    assert "beyond the questions" in format_message(few)
-
-
 def test_a_method_that_reads_no_seed_has_no_draws(study, found: ModelFindings) -> None:
     """Neither the error of draws, nor the mark, nor the advice to measure more of them."""
     whole = find(replace(study, models={"alpha": replace(study.models["alpha"], seedless=("taylor",))}))
@@ -283,16 +232,6 @@ def test_a_configuration_with_a_stopped_draw_is_not_eligible(study) -> None:
     assert "blockwise-s64-n512" not in set(found.eligible["name"]) and len(found.eligible) == 17
     states = {(row["name"], row["state"]) for row in all_tables(changed)["trials"].rows}
     assert {("blockwise-s64-n512", "complete"), ("blockwise-s64-n512-r1", "stopped early")} <= states
-
-
-def test_where_every_configuration_has_a_stopped_draw_it_is_said_so(study) -> None:
-    model = study.models["alpha"]
-    rows = model.rows[[name.startswith(tuple(SEVERAL)) for name in model.rows["name"]]].copy()
-    rows.loc[rows["name"].str.endswith("-r1"), ["status", "success"]] = ["stopped_early", False]
-    changed = replace(study, models={"alpha": replace(model, rows=rows)})
-    assert "every configuration has a run that was stopped early, so" in why_nothing(changed)
-    table = final_table(find(changed))
-    assert "every configuration has a run that was stopped early" in table and "no complete trial" not in table
 
 
 def test_cross_fitting_leaves_the_draw_out() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.findings import simulated_study
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.files import markdown_table
 from tune_prune.analysis.render.page import render
@@ -20,9 +21,7 @@ from tune_prune.analysis.statistics.draws import DrawItems
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import accuracy_notes
-from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.verdict import verdicts
-from tune_prune.core.records import MODEL_STAGES
 
 TAKEN, CONTROL = "taylor-s16-n128", "random-s16-n128"  # the trials of the first are made those of the second
 SAMPLED = ("blockwise-s64-n512", "blockwise-s64-n128", "layerwise-s64-n512")
@@ -36,10 +35,11 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
         tmp_path_factory.mktemp("control"), ("alpha",), ITEMS, draws=dict.fromkeys((*SAMPLED, TAKEN), 3), draw_sd=0.06
     )
     study = read_study([path], [])
-    rows = study.models["alpha"].rows
+    model = study.models["alpha"]
+    rows = model.rows
     rows.loc[rows["name"].str.startswith(TAKEN), "method"] = "random"
     rows["name"] = rows["name"].str.replace(TAKEN, CONTROL)
-    return study
+    return replace(study, models={"alpha": replace(model, rows=typed(rows))})
 
 
 def by_loops(study: Study, name: str) -> tuple[float, float, float]:
@@ -117,26 +117,3 @@ def test_a_control_of_one_run_takes_what_is_known_of_the_others(study: Study) ->
     assert "mean of <b>1</b> run</span>" in render(findings, [])
     assert [row["name"] for row in all_tables(findings)["draws"].rows] == [CONTROL]
     assert verdicts(findings)["alpha"].rows is found.eligible
-
-
-def test_size_is_of_the_model_that_is_kept_and_what_is_not_read_is_not_shown(study: Study) -> None:
-    model = study.models["alpha"]
-    rows = model.rows.copy()
-    own = rows[(rows["name"] == SAMPLED[0]) | rows["name"].str.startswith(f"{SAMPLED[0]}-r")]
-    own = own.sort_values("seed", na_position="first").index  # the first is the model that is kept
-    rows.loc[own, ["params_count", "removed_fraction"]] = [[90_000, 0.1], [60_000, 0.4], [50_000, 0.5]]
-    passes = [
-        name for name in rows if name.endswith("_duration_s") and name.removesuffix("_duration_s") not in MODEL_STAGES
-    ]
-    rows.loc[rows["method"] == "random", passes] = math.nan
-    rows["pruning_duration_s"] = 1.0
-    findings = find(replace(study, models={"alpha": replace(model, rows=rows)}))
-    row = findings.models["alpha"].named(SAMPLED[0])
-    assert (row["params_count"], row["removed_fraction"]) == (90_000, 0.1)
-    tables = all_tables(findings)
-    for key in ("trials", "draws"):
-        shown = {row["method"]: [row[name] for name in ("seq_len", "num_samples")] for row in tables[key].rows}
-        assert all(map(missing, shown.pop("random"))) and not any(
-            missing(value) for own in shown.values() for value in own
-        )
-    assert missing(next(row["tokens"] for row in tables["trials"].rows if row["method"] == "random"))

@@ -12,7 +12,6 @@ import pytest
 from scipy.stats import kendalltau
 
 from tests.findings import simulated_study
-from tune_prune.analysis.input import items as measures
 from tune_prune.analysis.input.items import GoldReader
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics import fidelities as module
@@ -135,25 +134,6 @@ def test_rungs_are_of_one_draw_and_in_the_order_of_a_trial(found: Findings) -> N
         1.0,
     ]  # what was in the cache counts as no time of the stage
     assert by["acc_mean", round(3 / 7, 3)].seconds == pytest.approx(8 * 3 / 7)
-
-
-def test_items_are_read_once_for_gaps_and_slices(found: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    columns_of = measures.columns_of
-    monkeypatch.setattr(
-        measures, "columns_of", lambda folder, *names: read.append(folder) or columns_of(folder, *names)
-    )
-    model = found.models["alpha"]
-    assert model.fidelities and len(model.measure_gaps.columns) == 6
-    assert sorted(read) == sorted(model.trials["output_dir"])
-
-
-def test_the_table_says_what_a_filter_must_let_through(found: Findings) -> None:
-    table = all_tables(found)["fidelities"]
-    assert len(table.rows) == 9 and [row["rung"] for row in table.rows[:5]] == [
-        *("KL text", "KL tasks", "KL, mean of both", "Perplexity", "Gold logprob")
-    ]
-    assert all(row["let_through"] == row["rank"] / 18 for row in table.rows)
 
 
 def test_few_trials_and_missing_values_make_no_rung(folder: Path) -> None:

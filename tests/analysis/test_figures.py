@@ -1,11 +1,12 @@
-"""Figures: what is drawn is what the findings say, every file is one that a journal takes, and any shape of search is drawn."""
+"""Figures: what is drawn is what the findings say, in percent where asked, and every file is one that a journal takes."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,20 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import FillBetweenPolyCollection
-from matplotlib.colors import to_rgb
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from tests.findings import METHODS, SAMPLES, SEQ_LENS, from_csv, published_findings, simulated_findings
+from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
 from tune_prune.analysis.figures import figure_style, figures
-from tune_prune.analysis.input.rows import config_of, typed
+from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.input.study import Model, Study
+from tune_prune.analysis.render.messages import accuracies_in_percent
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
 from tune_prune.analysis.tables.configurations import by_size
+from tune_prune.core.errors import UserError
 
 LOST = "layerwise-s16-n128"
 
@@ -59,7 +61,7 @@ def searched(
     known = {"acc_mean": np.random.default_rng(0).uniform(0.4, 0.6, len(rows)), "ppl": 10.0, "elapsed_time": 60.0}
     known |= {"model": label, "success": True, "status": "complete", "pruning_ratio": 0.2, "output_dir": "exp_001"}
     rows = typed(rows.assign(**{**known, **columns}))
-    return Model(label, rows.assign(name=[config_of(row).name for _, row in rows.iterrows()]))
+    return Model(label, rows.assign(name=[config.name for config in rows["configuration"]]))
 
 
 def findings_of(*models: Model) -> Findings:
@@ -85,23 +87,6 @@ def cells(axes: Axes, width: float | None = None) -> dict[tuple[float, float], t
     """The colour of each cell of a heatmap's panel, by its lower left corner; of those with an outline of that width."""
     drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     return {cell.get_xy(): cell.get_facecolor() for cell in drawn if width in (None, cell.get_linewidth())}
-
-
-def marked(axes: Axes, marker: str) -> Line2D:
-    """The one line with that marker."""
-    (line,) = [line for line in axes.get_lines() if line.get_marker() == marker]
-    return line
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_a_logarithmic_axis_has_ticks_however_far_it_goes(count: int) -> None:
-    for low, high in itertools.product((3e-4, 0.9, 1.0, 6.0, 99.0), (4.5, 7, 13, 60, 999, 7.5e3, 1e5, 8e6, 1e9)):
-        _, (axes, *_) = figure_style.panels(count, 2, wide=True)
-        axes.plot([low, low * high], [0, 1])
-        figure_style.spread_axis(axes.xaxis)
-        ticks = axes.xaxis.get_majorticklocs()
-        assert 1 + (high > 10) <= len(ticks) <= min(6, 12 // count), (low, high, ticks)
-        assert low <= ticks[0] and ticks[-1] <= low * high * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -176,14 +161,6 @@ def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of
     assert "missing_trials" not in {message.kind for message in model.warnings}
 
 
-def test_a_method_that_reads_no_data_is_one_cell_however_often_it_was_tried() -> None:
-    """Searches of several spaces hold it at the first length of each."""
-    rows = searched("m", ["random"], SEQ_LENS, SAMPLES).rows.assign(pruning_duration_s=0.1)
-    figure = figures.heatmap(findings_of(Model("m", rows)).models["m"])
-    assert [text.get_text() for text in panels(figure)["random"].texts] == [f"{rows['acc_mean'].max():.3f}"[1:]]
-    assert "no complete trial" not in " ".join(legend(figure))
-
-
 def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Path) -> None:
     def pruned(ratio: float) -> Model:
         model = searched(f"m@{ratio}", ["taylor"], [16, 64], [128], pruning_ratio=ratio, removed_fraction=ratio)
@@ -222,22 +199,6 @@ def test_bands_of_accuracy_against_size_go_over_the_draws_of_the_best() -> None:
     assert corners == [(70, 0.5), (90, 0.63), (100, 0.7)]
 
 
-def test_numbers_in_cells_can_be_read_or_are_left_out() -> None:
-    def luminance(colour: Any) -> float:
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
-        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
-
-    model = searched("m", ["taylor"], range(8, 20), range(8, 16), acc_mean=np.linspace(0.4, 0.6, 96))
-    (axes,) = panels(figures.heatmap(findings_of(model).models["m"])).values()
-    for text in axes.texts:
-        shade = cells(axes)[tuple(np.subtract(text.get_position(), 0.5))]
-        dark, light = sorted([luminance(text.get_color()), luminance(shade)])
-        assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2, AA
-    assert len(axes.texts) == 96
-    found = findings_of(searched("m", ["taylor"], range(8, 21), [128, 256])).models["m"]
-    assert not panels(figures.heatmap(found))["taylor"].texts
-
-
 def test_method_bars_are_means_with_every_configuration(llama: ModelFindings) -> None:
     figure = figures.methods({"Llama": llama})
     (axes,) = figure.axes
@@ -267,23 +228,6 @@ def test_curves_are_means_by_level(llama: ModelFindings) -> None:
             error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
             corners = band.get_paths()[0].vertices
             np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == x, 1]) / 2 for x in means.index], error)
-
-
-def test_what_only_a_refit_reads_is_drawn_of_configurations_with_one(tmp_path: Path) -> None:
-    refits = {
-        "compensation": ["none", "least_squares", "least_squares"] * 12,
-        "refit_tokens": [np.nan, 16384, 65536] * 12,
-    }
-    found = from_csv(
-        tmp_path, {"m": lambda method, seq_len, samples: 0.5 + seq_len / 1000 + samples / 10_000}, **refits
-    )
-    (axes,) = figures.curves(found.models, "refit_tokens").axes
-    rows = found.models["m"].trials
-    for method, own in rows[rows["compensation"] == "least_squares"].groupby("method"):
-        (line,) = [line for line in axes.lines if line.get_label() == method]
-        assert dict(zip(*line.get_data(), strict=True)) == pytest.approx(
-            own.groupby("refit_tokens")["acc_mean"].mean().to_dict()
-        )
 
 
 def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(simulated: Findings) -> None:
@@ -332,30 +276,124 @@ def test_any_shape_of_search_is_drawn(model: Model, absent: set[str], tmp_path: 
     assert names == possible - absent
 
 
-def test_unknown_perplexities_are_counted_in_the_panel() -> None:
-    found = findings_of(searched("m", ["taylor"], [16, 32], [128, 256], ppl=[10.0, 12.0, math.inf, math.nan])).models
-    (axes,) = figures.ppl_accuracy(found).axes
-    assert [text.get_text() for text in axes.texts] == ["2 of 4 not finite, not shown"]
-    assert {x for x, _ in points(axes, "o")} == {10.0, 12.0}
+def marked(axes: Axes, marker: str) -> Line2D:
+    (line,) = [line for line in axes.get_lines() if line.get_marker() == marker]
+    return line
 
 
-def test_fourteen_models_have_a_panel_each_and_files_of_their_own(tmp_path: Path) -> None:
-    labels = [rf"org/Model {number} $\x$" for number in range(12)] + [r"org_Model 0 $\x$", "../.."]
-    models = findings_of(*(searched(label, ["taylor"], [16, 64], [128]) for label in labels)).models
-    drawn = figures.curves(models, "seq_len")
-    assert [axes.get_title().replace("\n", " ") for axes in drawn.axes] == labels
-    stems = figure_style.file_stems(labels)
-    assert len({stem.lower() for stem in stems.values()}) == 14
-    for stem in stems.values():
-        assert Path(tmp_path, f"{stem}.png").parent == tmp_path and re.fullmatch(r"[\w.+-]+", stem)
+def layers_file(folder: Path, name: str, layers: list[Mapping[str, Any]]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps({"layers": layers}))
+
+
+def test_best_of_a_model_is_pictured_from_its_trial_folder(simulated: Findings, tmp_path: Path) -> None:
+    folder = Path(simulated.models["alpha"].best["output_dir"])
+    paths = figures.draw_best(folder, tmp_path / "visualization")
+    assert [path.name for path in paths] == ["gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png"]
+    assert all(len(np.unique(imread(path))) > 20 for path in paths)
+    kept = figures.layer_shares(folder)
+    assert kept is not None
+    file = json.loads((folder / "pruning_comparison.json").read_text())["layers"]
+    for part in ("kv_groups", "mlp_channels"):
+        assert list(kept[part]) == [layer[f"{part}_kept"] / layer[f"{part}_before"] for layer in file]
+    (axes,) = figures.retention_figure(kept).axes
+    for line, part in zip((marked(axes, "s"), marked(axes, "o")), ("kv_groups", "mlp_channels"), strict=True):
+        assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1, 2, 3], list(kept[part]))
+    (axes,) = figures.pruning_figure(kept).axes
+    groups, channels, whole = axes.containers
+    heights = [bar.get_height() for container in (groups, channels) for bar in container.patches]
+    np.testing.assert_allclose(heights, [*(1 - kept["kv_groups"]), *(1 - kept["mlp_channels"])])
+    segments = whole.lines[2][0].get_segments()
+    np.testing.assert_allclose([segment[0, 1] for segment in segments], [layer["pruned_fraction"] for layer in file])
+
+
+def test_gradients_that_are_zero_or_not_finite_are_counted(tmp_path: Path) -> None:
+    values = [(1e-3, 2.0), (4e-3, "inf"), (2e-3, 0.0)]
+    layers = [{"layer": i, "grad_mean": m, "grad_norm": n} for i, (m, n) in enumerate(values)]
+    layers_file(tmp_path, "gradient_diagnosis.json", layers)
+    table = figures.layer_table(tmp_path / "gradient_diagnosis.json", ["grad_mean", "grad_norm"])
+    assert table is not None
+    mean, norm = figures.gradient_figure(table).axes
+    assert (mean.get_title("right"), norm.get_title("right")) == ("largest / smallest: 4", "2 zero or not finite")
+    assert marked(norm, "s").get_ydata().tolist() == [2.0]
+
+
+def test_what_is_missing_is_left_out_and_what_is_damaged_is_named(simulated: Findings, tmp_path: Path) -> None:
+    model = simulated.models["alpha"]
+    assert figures.draw_best(tmp_path / "nowhere", tmp_path / "out") == []
+    for damage in ([{"layer": 0, "kv_groups_before": 4}], [{"layer": "first"}], []):
+        layers_file(tmp_path, "pruning_comparison.json", damage)
+        with pytest.raises(UserError, match=r"pruning_comparison.json has no layers with kv_groups_before"):
+            figures.draw_best(tmp_path, tmp_path / "out")
+    damaged = replace(model, eligible=model.eligible.assign(output_dir=str(tmp_path)))
+    with pytest.raises(UserError, match="move it away"):
+        figures.draw_all(replace(simulated, models={"alpha": damaged}), tmp_path / "out")
+
+
+KEPT = pd.DataFrame({"kv_groups": [1.0, 0.5], "mlp_channels": [0.25, 1.0], "params": [0.5, 0.8]})
+SIZES = pd.DataFrame(
+    {"model": "m", "ratio": [0.0, 0.2], "kept": [1.0, 0.8], "acc_mean": [0.7, 0.62], "acc_mean_stderr": [0.01, 0.02]}
+    | {"acc_lowest": [math.nan, 0.62], "acc_highest": [math.nan, 0.62]}
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelFindings]:
+    return dict(simulated_findings(tmp_path_factory.mktemp("study")).models)
+
+
+def fraction_figures(models: dict[str, ModelFindings]) -> dict[str, Figure]:
+    """Every figure whose vertical axis holds fractions, laid out."""
     with figure_style.style():
-        alone = figures.methods({labels[0]: models[labels[0]]})
-        (path,) = figure_style.save({"alone": alone}, tmp_path, ("png",))  # a dollar sign is no formula
-    assert imread(path).shape[1] == round(200 * 3.3)
+        made = {
+            "heatmap": figures.heatmap(models["alpha"]),
+            "methods": figures.methods(models),
+            "curves": figures.curves(models, "seq_len"),
+            "ppl": figures.ppl_accuracy(models),
+            "cost": figures.accuracy_cost(models),
+            "size": figures.accuracy_size(SIZES),
+            "retention": figures.retention_figure(KEPT),
+            "removal": figures.pruning_figure(KEPT),
+        }
+        for figure in made.values():
+            figure.draw_without_rendering()
+    return made
 
 
-def test_methods_are_told_apart_without_colour() -> None:
-    styles = figure_style.styles(["blockwise", "wanda", "taylor", "layerwise", "magnitude", "a", "b", "c"])
-    assert list(styles)[:3] == list(METHODS)
-    assert len({style["marker"] for style in styles.values()}) == 8
-    assert figure_style.styles(["blockwise"])["blockwise"] == styles["blockwise"]
+def fraction_axes(name: str, figure: Figure) -> tuple[str, list[Axes]]:
+    """The label of the axes that hold fractions, and these: the colour bar of the heatmap, else all."""
+    if name == "heatmap":
+        return figure.axes[-1].get_ylabel(), [figure.axes[-1]]
+    return figure.get_supylabel() or figure.axes[0].get_ylabel(), figure.axes
+
+
+def ticks(axes: Axes) -> Iterator[tuple[float, float]]:
+    """Each tick inside the axes: where it stands, and what is written there."""
+    low, high = axes.get_ylim()
+    for tick in axes.yaxis.get_major_ticks():
+        for text in (
+            tick.label1,
+            tick.label2,
+        ):  # on the left; of a colour bar on the right; of a panel beside another none
+            if low <= tick.get_loc() <= high and text.get_visible():
+                yield tick.get_loc(), float(text.get_text())
+
+
+@pytest.mark.parametrize("percent", [False, True])
+def test_ticks_labels_and_numbers_are_in_percent_where_asked(models: dict[str, ModelFindings], percent: bool) -> None:
+    scale = 100 if percent else 1
+    with accuracies_in_percent(percent):
+        made = fraction_figures(models)
+    for name, figure in made.items():
+        label, grid = fraction_axes(name, figure)
+        assert label.endswith(" (%)") is percent and label.startswith(("Mean accuracy", "Share")), name
+        for axes in grid:
+            found = list(ticks(axes))
+            assert len(found) > 2 or axes is not grid[0], name
+            assert [written for _, written in found] == pytest.approx([scale * place for place, _ in found]), name
+    eligible = models["alpha"].eligible
+    cells = sorted(float(text.get_text()) for axes in made["heatmap"].axes[:-1] for text in axes.texts)
+    assert cells == pytest.approx(sorted(scale * eligible["acc_mean"]), abs=0.000501 * scale)
+    bars = [float(text.get_text()) for text in made["methods"].axes[0].texts]
+    means = models["alpha"].methods["mean"].reindex(["taylor", "layerwise", "blockwise"])
+    assert bars == pytest.approx(list(scale * means), abs=0.000501 * scale)

@@ -1,26 +1,27 @@
-"""From a study to its findings: the published grid, and simulated experiments whose truth is known."""
+"""From a study to its findings: the published grid, and simulated experiments whose truth is known; several models together."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import METHODS, from_csv, published_findings, simulated_findings, simulated_study, true_accuracy
+from tests.findings import from_csv, published_findings, simulated_findings, simulated_study, true_accuracy
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.input.rows import config_of
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.page import render
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.render.report import report
-from tune_prune.analysis.statistics.differences import difference
+from tune_prune.analysis.statistics.differences import difference, transfer
 from tune_prune.analysis.statistics.findings import RULES, Findings, Message, ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
+from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 
 
@@ -75,11 +76,6 @@ def test_best_follows_the_rule(study: Study, rule: str) -> None:
             assert model.best["tokens"] == model.eligible.loc[within, "tokens"].min()
 
 
-def test_unknown_rule_is_refused() -> None:
-    with pytest.raises(UserError, match=r"selection rule 'accurcy' is not known; did you mean 'accuracy'\?.*pareto"):
-        find(Study({}), "accurcy")
-
-
 def test_differences_are_those_of_each_pair(findings: Findings) -> None:
     rows = findings.models["alpha"].eligible
     assert rows["acc_mean"].is_monotonic_decreasing
@@ -92,7 +88,7 @@ def test_differences_are_those_of_each_pair(findings: Findings) -> None:
     assert rows["in_confidence_set"].equals(rows["p_value"] > 0.05)
     weak = rows["seq_len"] == 16  # 8 points behind in truth
     assert not rows.loc[weak & (rows["method"] == "taylor"), "in_confidence_set"].any()
-    truths = [true_accuracy(config_of(row), "alpha") for _, row in rows.iterrows()]
+    truths = [true_accuracy(config, "alpha") for config in rows["configuration"]]
     assert rows["in_confidence_set"].iloc[int(np.argmax(truths))]
 
 
@@ -131,28 +127,6 @@ def test_tasks_of_the_best_stand_beside_the_dense_model(findings: Findings) -> N
     assert model.tasks["acc"].drop("mean").mean() == pytest.approx(model.tasks.loc["mean", "acc"])
     assert (model.tasks["items"].drop("mean") == 150).all()
     assert model.tasks.loc["piqa", "retained"] == pytest.approx(model.best["acc_piqa"] / dense["acc_piqa"])
-
-
-def test_levels_methods_and_effects_are_of_the_rows(findings: Findings) -> None:
-    model = findings.models["alpha"]
-    assert set(model.methods.index) == set(METHODS)
-    assert model.methods["mean"].idxmin() == "taylor"
-    assert model.levels["seq_len"]["n"].tolist() == [6, 6, 6]
-    assert model.trends.keys() == {"seq_len", "num_samples"}
-    assert model.effects is not None and model.importance_basis == "anova"
-    assert max(model.importance, key=lambda factor: model.importance[factor]) == "seq_len"
-    assert {correlation.measure for correlation in model.correlations} >= {"ppl", "grad_mean_ratio"}
-
-
-def test_what_is_missing_is_counted_and_said(tmp_path: Path) -> None:
-    lost = simulated_findings(tmp_path, failed=["taylor-s16-n128", "taylor-s16-n512"], stopped=["layerwise-s16-n128"])
-    model = lost.models["alpha"]
-    counts = {name: model.statistics[name] for name in ("runs", "complete", "failed", "stopped_early", "not_finite")}
-    assert counts == {"runs": 18, "complete": 15, "failed": 2, "stopped_early": 1, "not_finite": 0}
-    assert model.effects is None
-    missing = next(message for message in model.warnings if message.kind == "missing_trials")
-    assert missing.values == {"missing": 3, "expected": 18}
-    assert next(message for message in model.warnings if message.kind == "stopped_early").values == {"count": 1}
 
 
 def test_without_items_errors_are_those_of_each_trial(tmp_path: Path, findings: Findings) -> None:
@@ -275,7 +249,54 @@ def test_seed_decides_and_other_models_do_not(study: Study, findings: Findings) 
     np.testing.assert_allclose(other.eligible["p_value"], first.eligible["p_value"], atol=0.04)
 
 
-def test_model_without_a_complete_trial_is_listed(study: Study) -> None:
-    rows = study.models["beta"].rows.assign(success=False, status="failed")
-    lost = find(replace(study, models={**study.models, "beta": replace(study.models["beta"], rows=rows)}))
-    assert (list(lost.models), lost.without) == (["alpha"], ("beta",))
+def test_models_that_are_named_as_columns_are(tmp_path: Path) -> None:
+    names = ("model", "name", "statistic", "title")
+    made = all_tables(simulated_findings(tmp_path, models=names, items=10))
+    assert [(row["model"], row["of_model"] is None) for row in made["transfer"].rows] == [
+        (name, False) for name in names
+    ]
+    assert [column.label for column in made["transfer"].columns[2:6]] == [*names]
+    for row in made["experiment_statistics"].rows:
+        assert isinstance(row["statistic"], str) and isinstance(row["_title"], str)
+    assert final_table(simulated_findings(tmp_path / "again", models=names, items=10)).count("Best for all: ") == 1
+
+
+def test_ratios_are_not_pooled(tmp_path: Path) -> None:
+    study = read_study([simulated_study(tmp_path, items=10)], [])
+    label, other = study.models
+    study.models[other] = replace(study.models[other], rows=study.models[other].rows.assign(pruning_ratio=0.3))
+    rows = {row["statistic"]: row for row in all_tables(find(study))["experiment_statistics"].rows}
+    assert math.isnan(rows["max"]["of_All models"]) and rows["max"][f"of_{label}"] > 0.5
+
+
+TRAINED = PruningConfig("taylor", 32, 8, recovery="lora", recovery_steps=2)
+LONGER = replace(TRAINED, recovery_steps=10)
+
+
+def rows_of(accuracies: dict[PruningConfig, float]) -> pd.DataFrame:
+    common = {"acc_mean_stderr": 0.01, "ppl": 2.0, "output_dir": ""}
+    found = [
+        {**asdict(one), **common, "name": one.name, "configuration": one, "acc_mean": acc}
+        for one, acc in accuracies.items()
+    ]
+    return pd.DataFrame(found).sort_values("acc_mean", ascending=False, ignore_index=True)
+
+
+def test_models_that_are_all_trained_are_compared_by_their_trainings() -> None:
+    """Not by what each gained most from: another number of steps is another configuration."""
+    eligible = {"a": rows_of({TRAINED: 0.90, LONGER: 0.85}), "b": rows_of({TRAINED: 0.8375, LONGER: 0.875})}
+    best = {label: found.iloc[0] for label, found in eligible.items()}
+    found = transfer(eligible, best, lambda _: None)
+    assert found.losses["a"]["b"]["loss_points"] == pytest.approx(5)
+    assert found.losses["b"]["a"]["loss_points"] == pytest.approx(3.75)
+    assert found.best_for_all["config"] == TRAINED.name and found.best_for_all["num_candidates"] == 2
+    assert found.best_for_all["acc_mean"] == pytest.approx((0.90 + 0.8375) / 2)
+
+
+def test_a_trained_model_is_compared_with_others_by_what_was_trained() -> None:
+    untrained = TRAINED.untrained()
+    eligible = {"a": rows_of({untrained: 0.8}), "a+lora": rows_of({TRAINED: 0.9, LONGER: 0.85})}
+    found = transfer(eligible, {label: rows.iloc[0] for label, rows in eligible.items()}, lambda _: None)
+    assert found.losses["a"]["a+lora"]["name"] == untrained.name
+    assert found.losses["a+lora"]["a"]["name"] == TRAINED.name
+    assert found.best_for_all["config"] is None

@@ -236,8 +236,3 @@ def test_names_that_no_folder_can_have(column: str, value: str, says: str, tmp_p
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and len(error) < 500 and "\x1b" not in error
     assert not (tmp_path / "out").exists()
-
-
-def test_a_label_of_300_letters(tmp_path: Path, capsys) -> None:
-    assert analysis.main(["--csv", f"{'x' * 300}={tmp_path}", "--output", str(tmp_path / "out")]) == 2
-    assert "300 letters; a name has 1 to 100" in capsys.readouterr().err

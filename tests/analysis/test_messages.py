@@ -18,12 +18,10 @@ from tune_prune.analysis.render.messages import (
     TRANSLATIONS,
     format_message,
     names,
-    pm,
     printed,
 )
 from tune_prune.analysis.render.templating import TEMPLATES, environment
-from tune_prune.analysis.statistics.findings import RULES, Message, Trend
-from tune_prune.analysis.tables.hyperparameters import trend_message
+from tune_prune.analysis.statistics.findings import Message
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 SOURCES = [path.read_text(encoding="utf-8") for path in TEMPLATES.parents[1].rglob("*.py")]
@@ -79,46 +77,11 @@ def test_every_message_that_is_made_is_in_the_catalogue_and_the_other_way_round(
     assert not [kind for kind in CATALOGUE if f'"{kind}"' not in texts and not kind.startswith(prefixes)]
 
 
-def test_sentences_as_they_read() -> None:
-    def said(kind: str, language: str = "en", **values: Any) -> str:
-        return format_message(Message(kind, values), language)
-
-    assert said("not_finite", column="grad_norm_ratio", count=3) == (
-        "grad_norm_ratio is not computable: it is not a finite number in 3 of the rows."
-    )
-    assert said("selection_bias", "zh", naive=0.598, corrected=0.5951).count(".59") == 2
-    largest = Message("edge_upper", {"factor": "seq_len", "value": 256})
-    smallest = Message("edge_lower", {"factor": "num_samples", "value": 8})
-    space = ["seq_len: [256, 512]", "num_samples: [4, 8]"]
-    assert said("edges", edges=[largest, smallest], space=space) == (
-        "The range may be too small: the best seq_len, 256, is the largest tried and the best num_samples, 8, is the smallest "
-        "tried. Search again with seq_len: [256, 512] and num_samples: [4, 8] in the search space."
-    )
-    assert "最优的 seq_len（256）" in said("edges", "zh", edges=[largest], space=space[:1])
-    ranks = said("rank_disagrees", by_mean="taylor", by_max="blockwise")
-    assert ranks.startswith(
-        "taylor has the highest mean accuracy, but the most accurate configuration is one of blockwise"
-    )
-    assert said("within_noise", best="x", others=["a", "b"], next="a", points=0.123) == (
-        "a and b cannot be told from x, the most accurate; a is 0.12 points behind. For the least sample text within one "
-        "standard error of it, use --rule one-standard-error."
-    )
-
-
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(KeyError, match="'no_such_kind'"):
         format_message(Message("no_such_kind"))
     with pytest.raises(KeyError, match="count"):
         format_message(Message("not_finite", {"column": "ppl"}))
-
-
-@pytest.mark.parametrize("direction", ["rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed"])
-def test_every_trend_and_rule_has_words(direction: str) -> None:
-    trend = Trend("seq_len", direction, 8.166, 0.5, 256, (256,), 0.9, 0.01)
-    for language in LANGUAGES:
-        said = format_message(trend_message(trend), language)
-        assert "seq_len" in said and "8.17 ± 0.50" in said
-    assert all(f"rule_{rule}" in CATALOGUE for rule in RULES)
 
 
 def test_lists_are_cut_where_they_get_long() -> None:
@@ -144,19 +107,3 @@ def test_lists_are_cut_where_they_get_long() -> None:
 )
 def test_numbers(form: str, values: dict[Any, str]) -> None:
     assert {value: printed(value, form) for value in values} == values
-
-
-def test_numbers_with_their_standard_errors() -> None:
-    assert (pm(0.598, 0.0048), pm(0.598, math.nan), pm(None, 0.1)) == (".5980 ± .0048", ".5980", "–")
-    assert pm(0.123, 0.5, "points") == "0.12 ± 0.50"
-
-
-def test_environment_escapes_pages_only_and_refuses_unknown_names() -> None:
-    jinja = environment()
-    assert jinja.from_string("{{ 0.598 | pm(0.0048) }} {{ 45000 | int }}").render() == ".5980 ± .0048 45,000"
-    with pytest.raises(Exception, match="'nothing' is undefined"):
-        jinja.from_string("{{ nothing }}").render()
-    assert callable(jinja.autoescape)
-    assert jinja.autoescape("report.html.j2")
-    assert not jinja.autoescape("paragraphs.md.j2") and not jinja.autoescape(None)
-    assert TEMPLATES.is_dir()

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imsave
 
-from tests.findings import published_findings, simulated_findings, simulated_study
+from tests.findings import simulated_study
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render import messages, page
-from tune_prune.analysis.statistics.findings import Findings, Message, find
+from tune_prune.analysis.statistics.findings import Findings, find
 
 HOSTILE = "<script>alert(1)</script>"
 HOSTILE_REASON = "\"><img src=x onerror='alert(1)'> & {{ 7 * 7 }}"
@@ -133,12 +133,6 @@ def test_ids_are_unique_and_links_lead_somewhere(parsed: Page) -> None:
     assert {(a["href"] or "")[1:] for tag, a in parsed.elements if tag == "a"} <= set(ids)
 
 
-def test_figures_are_embedded_as_they_are(parsed: Page, figure: Path) -> None:
-    (image,) = [attributes for tag, attributes in parsed.elements if tag == "img"]
-    assert base64.b64decode((image["src"] or "").removeprefix("data:image/png;base64,")) == figure.read_bytes()
-    assert (image["width"], image["height"]) == ("20", "10")
-
-
 def test_every_trial_is_there_once_with_its_numbers(parsed: Page, findings: Findings) -> None:
     names = [attributes["data-sort"] for attributes, _ in parsed.column("table-trials", "Configuration")]
     models, states = ([text for _, text in parsed.column("table-trials", title)] for title in ("Model", "Status"))
@@ -182,43 +176,6 @@ def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
         lines = {"method": found.best["method"]}
         lines |= {name: found.best[name] for name in ("seq_len", "num_samples")}
         assert all(f"'{name}: {value}'" in command for name, value in lines.items())
-
-
-def test_a_mean_over_draws_is_run_again_on_all_of_them_and_the_page_says_how_to_keep_it(tmp_path: Path) -> None:
-    names = {
-        f"{method}-s{s}-n{n}": 3
-        for method in ("taylor", "layerwise", "blockwise")
-        for s in (16, 64, 256)
-        for n in (128, 512)
-    }
-    found = simulated_findings(tmp_path, models=("alpha",), items=20, draws=names)
-    line = "tune-prune prune --config out/best_alpha_20/best_config.json --output alpha-pruned"
-    codes = [text for text in Page(page.render(found, [], {"alpha": line})).texts["code"] if "tune-prune " in text]
-    kept, again, once_more = codes
-    assert "'seeds: [0, 1, 2]'" in again and kept == once_more == line  # on the card, too
-
-
-def test_published_results_need_no_experiment() -> None:
-    parsed = Page(page.render(published_findings(), []))
-    assert len(parsed.tables["table-trials"]) == 46
-    titles = [text for _, text in parsed.tables["table-trials"][0]]
-    assert "Accuracy" in titles and "Time" not in titles  # nothing is known of the time
-    assert ".5980" in [text.strip() for text in parsed.texts["dd"]]
-    best = [text for _, text in parsed.column("table-trials", "Configuration") if text.endswith(" best")]
-    assert best == ["blockwise-s64-n128 best"]
-
-
-@pytest.mark.slow
-def test_many_models_begin_with_a_table_and_say_what_they_share_once(tmp_path: Path) -> None:
-    found = find(read_study([simulated_study(tmp_path, models=("a", "b", "c", "d"), items=40, with_items=False)], []))
-    parsed = Page(page.render(found, []))
-    assert [text for _, text in parsed.column("table-optimal_configurations", "Model")] == ["a", "b", "c", "d"]
-    best = [model.best["acc_mean"] for model in found.models.values()]
-    assert parsed.numbers("table-optimal_configurations", "Accuracy") == pytest.approx(best)
-    titles = [text for _, text in parsed.tables["table-optimal_configurations"][0]]
-    assert "Cross-fitted" not in titles  # no items
-    shared = messages.format_message(Message("no_items"))
-    assert [text.strip() for text in parsed.texts["li"]].count(shared) == 1
 
 
 PROBE = """

@@ -1,4 +1,4 @@
-"""Draft paragraphs claim no more than the statistics carry."""
+"""Draft paragraphs claim no more than the statistics carry, and say how everything was measured."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ import pandas as pd
 import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
+from tune_prune.analysis.input.items import sizes_of
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.input.study import Study
-from tune_prune.analysis.render.files import markdown_table
-from tune_prune.analysis.render.messages import note_sentences
+from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.render.paragraphs import paragraphs
-from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
-from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import transfer
-from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.store import EXPERIMENT
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
@@ -126,26 +121,6 @@ def test_tasks_and_texts_are_called_what_they_are(
     assert ("(small ones embedded in tune_prune" in said) == embedded
 
 
-def test_by_another_rule_no_loss_of_accuracy_is_stated(tmp_path: Path) -> None:
-    """The best by perplexity may be far below the most accurate: that another one is, too, says nothing of the two."""
-    found = simulated_findings(tmp_path, rule="perplexity")
-    assert found.transfer is not None
-    assert all(model.best["name"] != model.eligible.iloc[0]["name"] for model in found.models.values())
-    across = paragraphs(found)[0].partition("**Across models.**")[2]
-    for label, losses in found.transfer.losses.items():
-        (loss,) = (own for other, own in losses.items() if other != label)
-        said = "lower, which was not tested" if loss["loss_points"] >= 0 else "higher"
-        assert re.search(rf"{label} scores {abs(loss['loss_points']):.2f} ± \d+\.\d\d points {said}", across)
-    assert "of its accuracy" not in across and "rather too large" not in across
-
-
-def test_one_configuration_is_compared_with_none(tmp_path: Path) -> None:
-    found = simulated_findings(tmp_path, models=("alpha",), items=40, trained={"taylor-s16-n128": 0.02})
-    assert len(found.models["alpha+lora"].eligible) == 1
-    text = paragraphs(found)[0]
-    assert "compared pairwise" in text and "by their own standard errors" not in text
-
-
 def test_references_are_those_of_the_text(simulated: Findings) -> None:
     for findings in (simulated, published_findings()):
         text, references = paragraphs(findings)
@@ -170,15 +145,6 @@ def test_hardware_and_software_are_those_of_the_records(tmp_path: Path) -> None:
     assert "Hardware: NVIDIA H100.\n" in paragraphs(find(study))[0]
 
 
-def test_paragraphs_under_another_rule(tmp_path: Path) -> None:
-    """The most accurate stays the subject of the test; what the rule chooses instead stands beside it."""
-    findings = simulated_findings(tmp_path, rule="one-standard-error", items=60)
-    found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.eligible["name"].iloc[0])
-    text = paragraphs(findings)[0]
-    assert f"By the rule one-standard-error, {found.best['name']} is chosen instead" in text
-    assert f"configurations is {found.eligible['name'].iloc[0]}, with an accuracy" in text
-
-
 def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     """And of a single run without perplexity nothing is claimed."""
     one = {("taylor", 16, 128): 0.5}
@@ -201,85 +167,65 @@ def test_a_model_that_is_all_wrong_has_no_loss_in_percent(tmp_path: Path) -> Non
     ]
 
 
-def test_texts_and_draws_are_those_of_the_trials_and_configurations_are_counted_as_such(tmp_path: Path) -> None:
-    study = simulated_findings(tmp_path, models=("alpha",), items=20, draws={"taylor-s64-n512": 3}).study
-    model = study.models["alpha"]
-    rows = model.rows.assign(calibration="/data/valid.txt+/data/questions.txt")
-    found = find(replace(study, models={"alpha": replace(model, rows=rows)}))
-    draft = paragraphs(found)[0]
-    assert (
-        "Calibration text: valid.txt+questions.txt; seed 0, 1 and 2" in draft
-        and "20 trials (100.0%) are complete" in draft
-    )
-    count = len(found.models["alpha"].eligible)
-    assert count < 20 and f"The most accurate of {count} complete configurations is" in draft
+def test_models_that_were_measured_otherwise_do_not_stand_side_by_side(tmp_path: Path) -> None:
+    """As many tasks, but other items; and where all were measured alike one sentence says so."""
+    folders = [simulated_study(tmp_path / name, models=(name,), items=n) for name, n in [("alpha", 40), ("beta", 20)]]
+    findings = find(read_study(folders, []))
+    text = paragraphs(findings)[0]
+    assert [labels for _, labels in findings.protocols] == [["alpha"], ["beta"]]
+    for label, items in [("alpha", 40), ("beta", 20)]:
+        assert re.search(
+            rf"Accuracy of {label} is the unweighted mean over 7 .*piqa[^,]*\(acc_norm, {items} questions\)", text
+        )
+    assert "do not stand side by side" in text and "best single configuration for all" not in text
+    alike = paragraphs(simulated_findings(tmp_path / "alike", items=20))[0]
+    assert "Accuracy is the unweighted mean" in alike and "side by side" not in alike
+    assert "best single configuration for all" in alike
 
 
-def test_a_handful_of_configurations_makes_no_correlation_and_the_control_none_at_all(tmp_path: Path) -> None:
-    """Four configurations on a line, as a search of four methods leaves them, one of them the control."""
-    folder = simulated_study(tmp_path, models=("alpha",), items=30)
+def test_errors_that_a_results_file_states_are_not_made_of_the_published_sizes(tmp_path: Path) -> None:
+    """A file of 40 items a task, away from its trials."""
+    experiment = simulated_study(tmp_path / "own", models=("alpha",), items=40)
+    own = find(read_study([experiment], [])).models["alpha"]
+    columns = ["method", "seq_len", "num_samples", "ppl", *(name for name in own.trials if name.startswith("acc_"))]
+    path = tmp_path / "results.csv"
+    own.trials[columns].to_csv(path, index=False)
+    findings = find(read_study([], [("alpha", path)]))
+    items = findings.models["alpha"].guessing["items"].drop("mean")
+    assert items.tolist() == [40] * 7 and TASK_ITEMS["boolq"] != 40
+    threshold = own.guessing.loc["piqa", "threshold"]
+    assert findings.models["alpha"].guessing.loc["piqa", "threshold"] == pytest.approx(threshold)
+    assert "Standard errors are those that the results file states." in paragraphs(findings)[0]
+    own.trials[[name for name in columns if not name.endswith("_stderr")]].to_csv(path, index=False)
+    findings = find(read_study([], [("alpha", path)]))
+    assert findings.models["alpha"].guessing.loc["boolq", "items"] == TASK_ITEMS["boolq"]
+    assert "Standard errors are binomial, from the sizes of the published tasks, as" in paragraphs(findings)[0]
+    assert "published tasks" in paragraphs(published_findings())[0]
+
+
+def test_what_is_not_known_of_a_model_is_no_difference(tmp_path: Path) -> None:
+    """Items that were moved away, and numbers of items that rounded errors of a results file only imply."""
+    folder = simulated_study(tmp_path / "one", items=20)
     study = read_study([folder], [])
-    model = study.models["alpha"]
-    four = model.rows[model.rows["seq_len"] == 16][:4].reset_index(drop=True)
-    four = four.assign(method=["taylor", "layerwise", "blockwise", "random"], ppl=100 * (1 - four["acc_mean"]))
-    text = paragraphs(find(replace(study, models={"alpha": replace(model, rows=four)})))[0]
-    assert "correlates" not in text and "95% interval" not in text
-    assert "Correlations of accuracy with perplexity" in text
-    assert "fewer than 10 configurations beside the random control" in text
-
-
-def test_a_grid_of_a_few_configurations_has_no_shares_of_variance(tmp_path: Path) -> None:
-    levels = {"taylor": 0.5, "layerwise": 0.45, "blockwise": 0.4}
-    for lengths, told in (((16, 32), False), ((16, 32, 64, 128), True)):
-
-        def accuracy(method: str, seq_len: int, samples: int, lengths: tuple[int, ...] = lengths) -> float:
-            return levels[method] + seq_len / 5000 if samples == 128 and seq_len in lengths else math.nan
-
-        findings = from_csv(tmp_path, {"M": accuracy})
-        assert findings.models["M"].importance_basis == "anova"
-        assert ("Of the variance of accuracy" in paragraphs(findings)[0]) == told
-
-
-def test_one_that_is_ruled_out_is_spoken_of_as_one(tmp_path: Path) -> None:
-    level = {("taylor", 16, 128): 0.9, ("layerwise", 16, 128): 0.9, ("blockwise", 16, 128): 0.4}
-    text = paragraphs(from_csv(tmp_path, {"M": lambda *key: level.get(key, math.nan)}))[0]
-    assert "The other one is ruled out as the best: some configuration is better than it" in text
-    more = paragraphs(
-        from_csv(tmp_path, {"M": lambda *key: (level | {("blockwise", 32, 128): 0.4}).get(key, math.nan)})
-    )[0]
-    assert "The other 2 are ruled out as the best: for each, some configuration is better than it" in more
-
-
-def test_errors_are_said_to_be_those_of_items_or_of_items_and_draws(tmp_path: Path) -> None:
-    """One model of several draws and one of one: each has its own sentence, in tables and on the screen."""
-    several = simulated_findings(tmp_path / "a", models=("alpha",), items=20, draws={"taylor-s64-n512": 3})
-    once = simulated_findings(tmp_path / "b", models=("beta",), items=20)
-    for found, over_draws in ((several, True), (once, False)):
-        for text in (final_table(found), report(found), markdown_table(all_tables(found)["optimal_configurations"])):
-            text = " ".join(text.split())
-            assert ("standard error over questions and runs" in text) == over_draws
-            assert ("standard error, from the answers to single questions" in text) != over_draws
-        assert ("from how far runs lie apart" in paragraphs(found)[0]) == over_draws
-    both = find(Study({**several.study.models, **once.study.models}))
-    notes = [note for note in note_sentences(all_tables(both)["optimal_configurations"]) if "standard error" in note]
+    best = find(study).models["beta"].best
+    (Path(best["output_dir"]) / "items.parquet").unlink()
+    (one,) = find(read_study([folder], [])).protocols
+    assert one[1] == ["alpha", "beta"] and one[0].items["boolq"] == 20
+    rows = published_findings().models["Llama"].trials
+    errors = {f"acc_{task}_stderr": rows[f"acc_{task}_stderr"].round(4) for task in TASK_ITEMS}
+    rows = rows[
+        ["method", "seq_len", "num_samples", "ppl", "acc_mean", *(f"acc_{task}" for task in TASK_ITEMS)]
+    ].assign(**errors)
+    for part, name in enumerate("ab"):
+        rows.iloc[part::2].to_csv(tmp_path / f"{name}.csv", index=False)
+    found = find(read_study([], [(name, tmp_path / f"{name}.csv") for name in "ab"]))
+    assert len(found.protocols) == 1 and "side by side" not in paragraphs(found)[0]
     assert (
-        [note.partition(":")[0] for note in notes] == ["alpha", "beta"]
-        and "questions and runs" in notes[0]
-        and "single questions" in notes[1]
-    )
-    rows = pd.DataFrame([("taylor", 16, 8, 0, 0.61), ("taylor", 16, 8, 1, 0.65), ("taylor", 32, 8, 0, 0.5)])
-    rows.columns = ["method", "seq_len", "num_samples", "seed", "acc_mean"]
-    rows.assign(**{f"acc_{task}": rows["acc_mean"] for task in ZERO_SHOT_TASKS}).to_csv(tmp_path / "r.csv", index=False)
-    for count, over_draws in ((3, True), (1, False)):
-        rows = pd.read_csv(tmp_path / "r.csv")[:count].assign(pruning_ratio=0.2)
-        rows.to_csv(tmp_path / "some.csv", index=False)
-        text = " ".join(paragraphs(find(read_study([], [("M", tmp_path / "some.csv")])))[0].split())
-        assert "Standard errors are binomial" in text and ("from how far runs lie apart" in text) == over_draws
+        found.models["a"].guessing["items"].drop("mean").to_dict() == TASK_ITEMS
+    )  # to within what rounding leaves open
 
 
-def test_one_trial_is_spoken_of_as_one(tmp_path: Path) -> None:
-    path = tmp_path / "r.csv"
-    path.write_text("method,seq_len,num_samples,pruning_ratio,acc_mean,acc_boolq\ntaylor,16,8,.2,.5,.5\n")
-    text = " ".join(paragraphs(find(read_study([], [("M", path)])))[0].split())
-    assert "This gives 1 trial and 1 task evaluation; 1 trial (100.0%) is complete." in text
-    assert "The one complete configuration is taylor-s16-n8, with" in text and "tested against" not in text
+def test_an_accuracy_of_one_tells_no_number_of_items() -> None:
+    rows = pd.DataFrame({"output_dir": ["", ""], "acc_own": [1.0, 0.9], "acc_own_stderr": [0.01, 0.0480384]})
+    assert sizes_of(rows, ["own"]) == {"own": 40}
+    assert sizes_of(rows[:1], ["own"]) == {}

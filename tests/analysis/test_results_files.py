@@ -7,19 +7,14 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import from_csv, published_folder
+from tests.findings import published_folder
 from tests.small_experiments import FOLDER, HEADER, ROW, csv, record, said, write_table
 from tune_prune.analysis.input import rows as columns
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.results_csv import read_results_csv
-from tune_prune.analysis.render.page import render
-from tune_prune.analysis.render.paragraphs import paragraphs
-from tune_prune.analysis.statistics.findings import find
-from tune_prune.analysis.tables.trial_tables import counts
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 
@@ -91,7 +86,7 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
     model = read_study([], [("M", path)]).models["M"]
     rows = model.rows.set_index("name")
     first = rows.loc["taylor-s16-n128"]
-    assert columns.config_of(first) == PruningConfig("taylor", 16, 128, 0.2)  # .19437 falls short of the others' .2
+    assert first["configuration"] == PruningConfig("taylor", 16, 128, 0.2)  # .19437 falls short of the others' .2
     assert first[["acc_mean", "removed_fraction"]].to_list() == [0.43, 0.19437]  # the first row of its configuration
     assert rows.loc["taylor-s32-n128", "status"] == "complete"  # its second run; the first one failed
     assert said(model, "duplicate") == [
@@ -198,38 +193,6 @@ def test_a_file_as_other_programs_write_it_is_read_as_the_plain_one(tmp_path: Pa
     assert [problem.what for problem in other.problems] == [problem.what for problem in plain.problems]
 
 
-def test_a_decimal_point_in_a_text_leaves_decimal_commas_what_they_are(tmp_path: Path) -> None:
-    header, *rows = PLAIN.replace(",", ";").replace(".", ",").splitlines()
-    text = [f"{header};torch_version;torch", *(f"{row};2.6;2.6" for row in rows)]
-    (tmp_path / "plain.csv").write_text(PLAIN)
-    (tmp_path / "r.csv").write_text("\n".join(text))
-    plain, read = (read_results_csv(tmp_path / name, "M").rows for name in ("plain.csv", "r.csv"))
-    assert read["acc_mean"].tolist() == plain["acc_mean"].tolist() and read["ppl"].tolist() == plain["ppl"].tolist()
-    assert read["torch_version"].tolist() == ["2.6"] * 3 and read["torch"].tolist() == [2.6] * 3
-
-
-def test_lines_are_counted_from_the_separator_that_excel_states(tmp_path: Path) -> None:
-    (tmp_path / "r.csv").write_text(f"sep=,\n{SHORT},acc_mean\ntaylor,16,8,.5\ntaylor,32,8,x\n")
-    with pytest.raises(UserError, match=r"line 4, column acc_mean: 'x' is not a number"):
-        read_results_csv(tmp_path / "r.csv", "M")
-
-
-def test_a_complete_row_without_accuracy_is_complete_and_not_eligible(tmp_path: Path) -> None:
-    """And where nothing says how a row ended, its missing accuracy does."""
-    header = f"{SHORT},acc_mean\n"
-    told = read_study(
-        [], [("M", csv(tmp_path, "complete,taylor,16,8,", "complete,taylor,32,8,.5", header=f"status,{header}"))]
-    )
-    assert list(told.models["M"].rows["success"]) == [True, True]
-    assert list(told.models["M"].states) == ["not_finite", "complete"]
-    assert counts(told.models["M"]) == "2 trials (1 complete, 1 not finite)"
-    assert "2 trials, 1 complete, 1 not finite ·" in render(find(told), [])
-    other = read_study([], [("M", csv(tmp_path, "taylor,16,8,", "taylor,32,8,.5", header=header))]).models["M"]
-    assert [one for one in said(other, "failed")] == [
-        f"line 2 of {tmp_path / 'r.csv'} | taylor-s16-n8: failed: it has no acc_mean"
-    ]
-
-
 def test_a_mean_that_is_not_that_of_its_tasks_is_said(tmp_path: Path) -> None:
     tasks = ",".join(f"acc_{task}" for task in ZERO_SHOT_TASKS)
     rows = [
@@ -249,71 +212,6 @@ def test_a_mean_that_is_not_that_of_its_tasks_is_said(tmp_path: Path) -> None:
         assert not any("the mean of" in text for text in said(read_study([], [("M", path)]).models["M"], "note"))
     path = csv(tmp_path, "taylor,16,8,.9,.1", header=f"{SHORT},acc_mean,acc_boolq\n")  # one of its tasks
     assert not any("the mean of" in text for text in said(read_study([], [("M", path)]).models["M"], "note"))
-
-
-def test_a_removal_divisor_that_few_rows_give_is_the_usual_one_in_the_others(tmp_path: Path) -> None:
-    header = "method,seq_len,num_samples,removal_divisor,acc_mean\n"
-    rows = ("layerwise,16,8,2,.5", "layerwise,16,8,,.6", "layerwise,32,8,2,.4", "layerwise,32,8,5,.3")
-    study = read_study([], [("a", csv(tmp_path, *rows, header=header))])
-    assert study.models["a"].rows["removal_divisor"].tolist() == [2, 5, 2, 5]
-    assert list(find(study).models["a"].levels["removal_divisor"].index) == [2, 5]
-
-
-def test_of_two_files_one_may_lack_the_removal_divisor(tmp_path: Path) -> None:
-    first = csv(tmp_path, "layerwise,16,8,2,.5", "layerwise,16,8,5,.6", header=f"{SHORT},removal_divisor,acc_mean\n")
-    (tmp_path / "other").mkdir()
-    second = csv(tmp_path / "other", "layerwise,32,8,.4", header=f"{SHORT},acc_mean\n")
-    study = read_study([], [("a", first), ("a", second)])
-    assert study.models["a"].rows["removal_divisor"].tolist() == [2, 5, 5]
-    assert [factor for factor, *_ in find(study).models["a"].edges] == ["seq_len", "removal_divisor"]
-
-
-def test_means_alone_are_no_mean_over_no_tasks_and_no_noise(tmp_path: Path) -> None:
-    path = csv(tmp_path, "layerwise,16,8,.5", "layerwise,32,8,.4", header=f"{SHORT},acc_mean\n")
-    findings = find(read_study([], [("a", path)]))
-    assert "Accuracy is the mean that the results file gives, without its tasks." in paragraphs(findings)[0]
-    assert "within_noise" not in {message.kind for message in findings.models["a"].warnings}  # no error is known
-
-
-def test_shapes_of_a_results_file(tmp_path: Path) -> None:
-    """Its column says them; where it is missing or empty they are free."""
-    shapes = ("", "free", "uniform")
-    lines = [f"{shape},{FOLDER.format(16 * 2**i)},0.4,0.2,1,True,taylor" for i, shape in enumerate(shapes)]
-    path = csv(tmp_path, *lines, header=f"shape,{HEADER}")
-    assert list(read_results_csv(path, "M").rows["shape"]) == ["free", "free", "uniform"]
-    without = csv(tmp_path, lines[0].removeprefix(","))
-    assert list(read_results_csv(without, "M").rows["shape"]) == ["free"]
-
-
-def test_a_measure_without_its_error_is_no_failure(tmp_path: Path) -> None:
-    rows = [
-        {"method": method, "seq_len": 16, "num_samples": 8, "acc_mean": 0.5 + index / 100, "kl_text": 1.0 - index / 10,
-            "pruning_ratio": 0.2, "success": True}
-        for index, method in enumerate(("taylor", "layerwise"))
-    ]  # fmt: skip
-    path = tmp_path / "kl.csv"
-    pd.DataFrame(rows).to_csv(path, index=False)
-    found = find(read_study([], [("M", path)]), "kl").models["M"]
-    gaps = found.measure_gaps.set_axis(found.eligible["method"])
-    assert found.best["method"] == "layerwise"
-    assert gaps["kl_text_gap"].to_dict() == pytest.approx({"layerwise": 0, "taylor": 0.1})
-    assert gaps["kl_text_gap_stderr"].isna().to_dict() == {"layerwise": False, "taylor": True}
-
-
-def test_a_draw_without_a_measure_leaves_the_configuration_without_it(tmp_path: Path) -> None:
-    rows = [
-        {"method": method, "seq_len": 64, "num_samples": 128, "seed": seed, "acc_mean": 0.5 + seed / 1000, "ppl": ppl,
-            "pruning_ratio": 0.2, "success": True}
-        for method, values in {"taylor": [30, 31, 32], "layerwise": [28, math.nan, 28.5]}.items()
-        for seed, ppl in enumerate(values)
-    ]  # fmt: skip
-    path = tmp_path / "draws.csv"
-    pd.DataFrame(rows).to_csv(path, index=False)
-    found = find(read_study([], [("M", path)]), "perplexity").models["M"]
-    assert found.best["method"] == "taylor" and found.eligible.set_index("method")["ppl"].isna()["layerwise"]
-    assert found.eligible.set_index("method")["acc_mean"].to_dict() == pytest.approx(
-        {"taylor": 0.501, "layerwise": 0.501}
-    )
 
 
 @pytest.mark.parametrize(
@@ -338,12 +236,3 @@ def test_what_falls_short_of_a_ratio_joins_it_and_no_other(
     pd.DataFrame(rows).to_csv(path, index=False)
     study = read_study([], [("M", path)])
     assert {model.ratio: len(model.rows) for model in study.models.values()} == expected
-
-
-def test_where_another_rule_chooses_the_page_counts_those_tied_with_the_most_accurate(tmp_path: Path) -> None:
-    ppl = np.linspace(20, 10, 36)
-    study = from_csv(tmp_path, {"M": lambda m, s, n: 0.7 if (m, s, n) == ("taylor", 64, 128) else 0.5}, ppl=ppl).study
-    found = find(study, "perplexity")
-    assert found.models["M"].tied == ["taylor-s64-n128"] and found.models["M"].best["name"] != "taylor-s64-n128"
-    page = " ".join(render(found, []).split())
-    assert "<strong>None of 35 others is too close to call</strong> with the most accurate, taylor-s64-n128" in page

@@ -127,21 +127,6 @@ def test_without_a_dense_model_nothing_is_within(tmp_path: Path) -> None:
     assert accuracy_size(sizes).axes  # which has no error bars
 
 
-def test_a_dense_model_that_is_missing_is_given_under_the_name_that_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "r.csv"
-    path.write_text("method,seq_len,num_samples,acc_mean,success,recovery\ntaylor,16,8,.5,True,lora\n")
-    with pytest.raises(UserError, match=r"give --baseline \S+=ACCURACY") as told:
-        find(read_study([], [("M", path)]), "smallest")
-    said = re.findall(r"--baseline (\S+)=ACCURACY", str(told.value))[0]
-    for name in (said, "M"):
-        found = find(read_study([], [("M", path)], [(name, 0.51)]), "smallest")
-        (model,) = (one.model for one in found.smallest.values())
-        assert model.baseline == {"acc_mean": 0.51}
-        assert [one.what for one in model.problems if one.where == "--baseline"] == [
-            "the original model's accuracy is 51%, as given"  # the same for who reads fractions and who reads percent
-        ]
-
-
 def test_it_is_on_the_screen_in_the_reports_and_in_the_exported_configuration(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

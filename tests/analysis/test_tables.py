@@ -7,8 +7,9 @@ import html
 import io
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,8 +21,7 @@ import pytest
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.render.files import csv_text, escape, latex_table, markdown_table
-from tune_prune.analysis.render.messages import note_sentences
+from tune_prune.analysis.render.files import csv_text, document, escape, latex_table, markdown_table
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.findings import Findings, Message, find
@@ -219,18 +219,6 @@ def test_rows_are_the_findings(simulated: Findings) -> None:
         assert [row["ppl"] for row in by_ppl] == sorted(entry.eligible["ppl"])
 
 
-def test_the_most_accurate_and_the_tied_are_marked(simulated: Findings) -> None:
-    trials = all_tables(simulated)["trials"]
-    column = next(column for column in trials.columns if column.key == "acc_mean")
-    marked = [(row["model"], row["name"]) for row in trials.rows if column.is_best(row)]
-    expected = [
-        (label, name)
-        for label, entry in simulated.models.items()
-        for name in entry.eligible["name"][entry.eligible["in_confidence_set"]]
-    ]
-    assert len(expected) > 4 and marked == expected
-
-
 def test_statistics(simulated: Findings) -> None:
     rows = {row["statistic"]: row for row in all_tables(simulated)["experiment_statistics"].rows}
     pooled = pd.concat([entry.eligible["acc_mean"] for entry in simulated.models.values()])
@@ -345,59 +333,41 @@ def test_files_are_well_formed(hostile: Findings, tmp_path: Path) -> None:
     assert all(latex_table(table) in whole for table in all_tables(hostile).values())
 
 
-def test_what_nobody_knows_is_left_out(tmp_path: Path) -> None:
-    """A single run without perplexity, and a model none of whose runs is complete."""
-    one = {("taylor", 16, 128): 0.5}
-    findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
-    made = all_tables(findings)
-    assert "ppl" not in [column.key for column in made["optimal_configurations"].shown]
-    assert len(made["trials"].rows) == 2 * 36 and "lost" in markdown_table(made["experiment_statistics"])
-    assert "num_samples" in made and "effects" not in made
-
-
-def test_levels_of_noise_are_all_tied(tmp_path: Path) -> None:
-    generator = np.random.default_rng(4)
-    findings = from_csv(tmp_path, {"M": lambda *_: generator.normal(0.5, 0.002)})
-    assert findings.models["M"].trends["seq_len"].direction == "flat"
-    assert all(row["tied"] for row in all_tables(findings)["seq_len"].rows)
-
-
-def test_a_hyperparameter_with_several_values_is_a_column(simulated: Findings) -> None:
-    models = dict(simulated.study.models)
-    rows = models["beta"].rows
-    models["beta"] = replace(models["beta"], rows=rows.assign(removal_divisor=[3 + index % 2 for index in rows.index]))
-    made = all_tables(find(replace(simulated.study, models=models)))
-    assert "removal_divisor" not in [column.key for column in all_tables(simulated)["trials"].columns]
-    column = next(column for column in made["trials"].shown if column.key == "removal_divisor")
-    assert {cell for row in read_markdown(made["trials"].pick(column.key)) for cell, _ in row} == {"3", "4", "5"}
-
-
-@pytest.mark.parametrize(
-    ("windows", "said"),
-    [
-        ((128, 128), ["Perplexity in windows of 128 tokens."]),
-        (
-            (128, 256),
-            [f"{label}: perplexity in windows of {n} tokens." for label, n in (("alpha", 128), ("beta", 256))],
-        ),
-        ((128, None), ["alpha: perplexity in windows of 128 tokens."]),
-    ],
+LONG = (
+    "mistral-community/Mistral-7B-Instruct-v0.3-unsloth",
+    "meta-llama_Meta-Llama-3.1-8B-Instruct-hf",
+    "Qwen2.5MathInstruct7BReasoningDistilled",
+    "some_organisation.model_name_with_underscores_13b",
 )
-def test_the_window_is_said_once_where_it_is_one(
-    simulated: Findings, windows: tuple[int | None, ...], said: list[str]
-) -> None:
-    models = zip(simulated.study.models.items(), windows, strict=True)
-    study = replace(simulated.study, models={label: replace(model, window=n) for (label, model), n in models})
-    notes = note_sentences(all_tables(find(study))["optimal_configurations"])
-    assert [note for note in notes if "windows" in note] == said
+RATIOS = tuple(f"tiny-{family}@{ratio}" for family in ("llama", "qwen2", "mistral") for ratio in (0.2, 0.3))
 
 
-def test_a_damping_is_shown_as_it_is_not_rounded(tmp_path: Path) -> None:
-    dampings = [0.1, 0.3] * 18
-    findings = from_csv(
-        tmp_path, {"M": lambda m, s, n: 0.5 + s / 1000 + n / 10000}, compensation="least_squares", damping=dampings
-    )
-    table = all_tables(findings)["optimal_configurations"]
-    assert table.rows[0]["damping"] == 0.3
-    assert ".3" in [text.removeprefix("0") for text, _ in read_markdown(table)[0]]
-    assert [row[1][0] for row in read_markdown(all_tables(findings)["damping"])] == ["0.1", "0.3"]
+@pytest.fixture(scope="module", params=[("one",), LONG, RATIOS], ids=["one label", "long labels", "six labels"])
+def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    lost = {"failed": ["taylor-s16-n128"], "stopped": ["layerwise-s64-n512"]}
+    return simulated_findings(tmp_path_factory.mktemp("study"), models=request.param, items=40, **lost)
+
+
+def test_a_table_is_scaled_where_the_line_of_the_document_is_narrower() -> None:
+    """Of any document: a column of a journal, or a page that no size of letters has room on."""
+    columns = [Column("model", "Model"), *(Column(f"n{index}", f"n{index}", "int") for index in range(40))]
+    rows = [{"model": "m", **{f"n{index}": 1234567 for index in range(40)}}]
+    text = latex_table(Table("wide", "Wide", columns, rows))
+    fitted = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
+    assert re.search(re.escape(fitted) + r"\n\\begin{tabular}(?s:.*)\\end{tabular}}\n", text)
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex (texlive-latex-recommended)")
+def test_pdflatex_finds_nothing_too_wide(wide: Findings, tmp_path: Path) -> None:
+    (tmp_path / "all.tex").write_text(document(list(all_tables(wide).values())), encoding="utf-8")
+    for _ in range(2):  # a longtable knows its widths the second time
+        run = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+    assert not re.search(r"Overfull|Float too large", done.stdout), done.stdout
+
+
+def test_every_letter_of_the_tables_is_one_that_latex_prints(wide: Findings) -> None:
+    """What is not is written as its code point: Kendall's tau once was."""
+    text = document(list(all_tables(wide).values()))
+    assert r"Kendall's $\tau$" in text and "{[}U+" not in text

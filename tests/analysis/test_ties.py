@@ -12,12 +12,10 @@ from scipy.stats import kendalltau
 
 from tune_prune.analysis.input.items import SliceMeans
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.optuna_study import export_study
 from tune_prune.analysis.statistics.draws import pooled
 from tune_prune.analysis.statistics.fidelities import fidelities
 from tune_prune.analysis.statistics.findings import Findings, find
-from tune_prune.analysis.statistics.rules import cheapest_within
 from tune_prune.core.config import ZERO_SHOT_TASKS
 
 ITEMS = 60  # of each task
@@ -135,14 +133,5 @@ def test_a_slice_ranks_trials_as_whole_numbers_do(tmp_path: Path, many) -> None:
     assert rung.rank == totals.count(totals[0])
 
 
-def test_of_equal_accuracies_and_costs_the_first_is_taken() -> None:
-    accuracies = np.array([0.9261904761904762, 0.9261904761904763])
-    assert cheapest_within(np.array([True, True]), accuracies, np.array([1, 1])) == 0
-
-
 def test_draws_that_tie_have_no_variance() -> None:
     assert pooled([(np.full(3, 0.1), 0.0)]).mean_square == 0 < np.var(np.full(3, 0.1), ddof=1)
-
-
-def test_what_differs_by_an_item_is_told_apart() -> None:
-    assert compared(pd.Series([0.1 + 0.2, 0.3, 0.3 + 1e-9])).nunique() == 2

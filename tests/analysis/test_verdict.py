@@ -1,9 +1,11 @@
-"""The verdict at the end of a search: one configuration of each model, trained or not; it is what `prune` makes without being told
-which."""
+"""The verdict of a search and the first lines of an analysis: one configuration of each model, trained or not, what to quote
+and what to keep; it is what `prune` makes without being told which."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.analysis.verdict import folder_name, verdicts, winners
+from tune_prune.analysis.verdict import close_calls, decision, folder_name, verdicts, winners
 from tune_prune.commands import prune_request
 from tune_prune.commands.results import Results
 from tune_prune.core.errors import UserError
@@ -66,19 +68,6 @@ def test_all_of_a_model_are_compared_together(tmp_path: Path) -> None:
     assert len(marked) == 2 and all(row[3] == "yes" for row in marked)
 
 
-def test_the_count_of_one_group_is_its_confidence_set(tmp_path: Path) -> None:
-    found = simulated_findings(tmp_path, models=("alpha",), items=400)
-    (model,) = found.models.values()
-    close = len(model.tied) - 1
-    assert 1 < close < 17 and line(found).endswith(f"; {close} of 17 others are too close to call")
-    far = from_csv(tmp_path, {"M": lambda method, *_: 0.9 if method == "taylor" else 0.4})
-    assert "better than" not in line(far)  # equal ones of taylor
-    one = from_csv(
-        tmp_path, {"M": lambda *key: {("taylor", 16, 128): 0.9, ("blockwise", 16, 128): 0.4}.get(key, float("nan"))}
-    )
-    assert line(one).endswith("; clearly better than the other one")
-
-
 def test_several_models_have_a_line_and_are_named_to_prune(tmp_path: Path) -> None:
     folder = simulated_study(tmp_path, trained=GAINS)
     found = find(read_study([folder], []))
@@ -114,3 +103,44 @@ def test_names_of_pruned_models_need_no_quotes() -> None:
     assert {label: folder_name(label) for label in labels} == {
         label: f"{name}-pruned" for label, name in labels.items()
     }
+
+
+def test_of_trained_and_untrained_the_better_is_kept(tmp_path: Path) -> None:
+    gains = {"blockwise-s64-n512": 0.15, "taylor-s16-n128": 0.15}
+    findings = simulated_findings(tmp_path, models=("alpha", "beta"), items=60, trained=gains)
+    assert sorted(findings.models) == ["alpha", "alpha+lora", "beta", "beta+lora"]
+    text = decision(findings, {label: f"keep {label}" for label in findings.models})
+    assert max(map(len, text.splitlines())) <= 100 and not re.search(r"±$|^ *±", text, re.MULTILINE)
+    said = " ".join(text.split())
+    assert re.findall(r"(\S+): \w+ on \d+ samples of \d+ tokens, trained", said) == ["alpha+lora", "beta+lora"]
+    assert said.endswith(
+        "keep keep alpha+lora for beta+lora the same with the best_config.json of each and another --output"
+    )
+    assert "quote" not in said  # the trained were chosen from all, by the same questions
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        ([0.63], "no other configuration is complete"),
+        ([0.63, 0.3], "clearly better than the other one"),
+        ([0.63, 0.3, 0.3], "clearly better than all 2 others"),
+        ([0.63, 0.629], "the other one is too close to call"),
+        ([0.63, 0.629, 0.3], "1 of 2 others is too close to call"),
+        ([0.63, 0.629, 0.628], "2 of 2 others are too close to call"),
+    ],
+)
+def test_counts_have_one_form(tmp_path: Path, levels: list[float], said: str) -> None:
+    of = dict(zip([("taylor", 32, 128), ("layerwise", 32, 128), ("blockwise", 32, 128)], levels, strict=False))
+    found = from_csv(tmp_path, {"M": lambda *key: of.get(key, math.nan)}).models["M"]
+    assert close_calls(found) == said
+
+
+def test_others_of_unknown_error_are_not_counted_as_worse(tmp_path: Path) -> None:
+    of = {"taylor": 0.63, "layerwise": 0.3, "blockwise": 0.3}
+    findings = from_csv(tmp_path, {"M": lambda method, *rest: of[method] if rest == (32, 128) else math.nan})
+    rows = findings.models["M"].eligible
+    rows.loc[rows.index[-1], "p_value"] = math.nan
+    words = "; clearly better than the other one that could be compared"
+    assert decision(findings, {}).replace("\n             ", " ").endswith(words)
+    assert " ".join(verdicts(findings)["M"].line.split()).endswith(words)
