@@ -25,13 +25,7 @@ from tune_prune.analysis.statistics import draws as of_draws
 from tune_prune.analysis.statistics.comparison import PairedScores
 from tune_prune.analysis.statistics.cross_fit import by_draw, cross_fit
 from tune_prune.analysis.statistics.differences import difference
-from tune_prune.analysis.statistics.draws import (
-    DrawVariance,
-    draw_variance,
-    interaction,
-    next_draws,
-    pooled,
-)
+from tune_prune.analysis.statistics.draws import DrawVariance, draw_variance, interaction, next_draws, pooled
 from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table

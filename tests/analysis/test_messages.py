@@ -12,14 +12,7 @@ import pandas as pd
 import pytest
 from jinja2 import nodes
 
-from tune_prune.analysis.render.messages import (
-    CATALOGUE,
-    LANGUAGES,
-    TRANSLATIONS,
-    format_message,
-    names,
-    printed,
-)
+from tune_prune.analysis.render.messages import CATALOGUE, LANGUAGES, TRANSLATIONS, format_message, names, printed
 from tune_prune.analysis.render.templating import TEMPLATES, environment
 from tune_prune.analysis.statistics.findings import Message
 
