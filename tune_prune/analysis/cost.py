@@ -1,4 +1,4 @@
-"""What an experiment has cost so far, and its last start beside what had been predicted for it: cost.json."""
+"""cost.json: the cost of an experiment so far, and its last start beside what had been predicted for it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def totals(
     passes: Sequence[Mapping[str, Any]],
     killed: Iterable[TrialRecord] = (),
 ) -> Totals:
-    """What `records`, the dense `baselines`, the `passes` made for all trials (`PassLog.read`) and attempts that were `killed`
-    (`AttemptLog.read`) have taken together. A stage served from the cache forwards no token."""
+    """Return what `records`, the dense `baselines`, the `passes` made for all trials (`PassLog.read`) and attempts that were
+    `killed` (`AttemptLog.read`) have taken together. A stage served from the cache forwards no token."""
     sums: Totals = {"seconds": Counter(), "tokens": Counter(), "computed": Counter()}
     stages = [stage for record in (*records, *baselines.values(), *killed) for stage in record.stages]
     for stage in (*stages, *passes):
@@ -31,7 +31,7 @@ def totals(
 
 
 def gpu_hours(records: Sequence[TrialRecord], passes: Sequence[Mapping[str, Any]]) -> float:
-    """What trials, dense models (`records` of both) and passes have taken of GPUs."""
+    """Return what trials, dense models (`records` of both) and passes have taken of GPUs."""
     share = max((record.resources.get("gpu", 0.0) for record in records), default=0.0)  # passes ran on a trial's share
     seconds = sum(record.elapsed_time_s * record.resources.get("gpu", 0.0) for record in records)
     return (seconds + share * sum(stage["duration_s"] for stage in passes)) / 3600
@@ -111,7 +111,7 @@ def cost_line(cost: Mapping[str, Any]) -> str:
 
 
 def passes(count: float, name: str) -> str:
-    """How many passes, by their name in cost.json: 1 gradient pass, 2 removal passes."""
+    """Return how many passes, by their name in cost.json: 1 gradient pass, 2 removal passes."""
     kind = name.removesuffix("_passes").replace("_", " ")
     return f"{count:,.0f} {kind} {'pass' if count == 1 else 'passes'}"
 

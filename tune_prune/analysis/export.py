@@ -137,7 +137,7 @@ def _methods(findings: Findings, label: str) -> dict[str, Any]:
 
 
 def across_view(findings: Findings) -> dict[str, str | None]:
-    """What each model loses with the best configuration of each other one, and the best single configuration for all.
+    """Return what each model loses with the best configuration of each other one, and the best single configuration for all.
 
     Losses are acc_mean points below the model's own best. No text with fewer than two models that have a complete trial.
     """

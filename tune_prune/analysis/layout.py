@@ -63,7 +63,7 @@ def folder_name(model: Model, taken: set[str]) -> str:
 
 
 def _evidence(found: ModelFindings, findings: Findings) -> dict[str, Any]:
-    """What stands behind a model's best configuration, and the command that runs it again."""
+    """Return what stands behind a model's best configuration, and the command that runs it again."""
     p_values = map(plain_value, found.eligible["p_value"])
     selection: dict[str, Any] = {
         "rule": found.rule,

@@ -98,7 +98,7 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
 
 
 def _objective(study: Study, model: Model) -> str:
-    """What the searches of its trials looked for, if that is one thing; else accuracy."""
+    """Return what the searches of its trials looked for, if that is one thing; else accuracy."""
     settings = [study.experiments.get(origin, {}).get("settings") or {} for origin in model.origins]
     found = {own.get("objective", "accuracy") for own in settings}
     return found.pop() if len(found) == 1 else "accuracy"
@@ -125,7 +125,7 @@ def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, object
 
 
 def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
-    """Of every hyperparameter over the levels that were tried."""
+    """Return a distribution for every hyperparameter, over the levels that were tried."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     found: dict[str, BaseDistribution] = {}
@@ -182,7 +182,7 @@ def _trial(
 
 
 def _items_scored(values: Mapping[str, Any]) -> int:
-    """How many items a trial that was stopped early had answered, by its record; 0 where that is not there."""
+    """Return how many items a trial that was stopped early had answered, by its record; 0 where that is not there."""
     folder = location(values["output_dir"] or "")
     known = values["key"] and folder.parent.name == TRIALS  # else it is one of a published file
     record = Ledger(open_store(folder.parent.parent)).read(values["key"]) if known else None

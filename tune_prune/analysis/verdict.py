@@ -34,7 +34,8 @@ _CHOSEN_BY = {
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Of one model with one pruning ratio. `members` are its findings without training and, where there are any, with it."""
+    """The verdict on one model with one pruning ratio. `members` are its findings without training and, where there are any, with
+    it."""
 
     model: str  # the label without training
     members: Sequence[ModelFindings]
@@ -96,7 +97,7 @@ class Verdict:
         return fold(f"best         \t{self.model}: {in_words(found)}: {'; '.join(parts)}")
 
     def _close(self) -> list[str]:
-        """How many others are too close to the most accurate to call."""
+        """Return how many others are too close to the most accurate to call."""
         others, close = int(self.rows["p_value"].count()) - 1, len(self.marked) - 1
         if others < 1 or close < 0:
             return []
@@ -120,7 +121,7 @@ def in_words(found: ModelFindings) -> str:
 
 
 def verdicts(findings: Findings) -> dict[str, Verdict]:
-    """By the model's label without training."""
+    """Return the verdicts by the model's label without training."""
     members: dict[str, list[ModelFindings]] = {}
     for found in findings.models.values():
         members.setdefault((found.untrained or found).model.label, []).append(found)
@@ -129,7 +130,8 @@ def verdicts(findings: Findings) -> dict[str, Verdict]:
 
 
 def winners(findings: Findings) -> Mapping[str, str]:
-    """By the same the label of the findings whose best has won: the model's own, or that of its training."""
+    """Return by the model's label without training the label of the findings whose best has won: the model's own, or that of its
+    training."""
     return {label: verdict.winner.model.label for label, verdict in verdicts(findings).items()}
 
 
@@ -168,7 +170,7 @@ def decision(findings: Findings, keep: Mapping[str, str]) -> str:
 
 
 def _folded(line: str) -> str:
-    """In lines of a screen, none of which ends inside a number and its error."""
+    """Fold a text into lines of a screen, none of which ends inside a number and its error."""
     return fold(line.replace(" ± ", "_±_")).replace("_±_", " ± ")
 
 
@@ -182,7 +184,7 @@ def sentence(found: ModelFindings, compared: pd.DataFrame) -> str:
 
 
 def close_calls(found: ModelFindings, rows: pd.DataFrame | None = None) -> str:
-    """How many of the others in `rows` (None: its own) cannot be told from the most accurate (95%), as a clause."""
+    """Return how many of the others in `rows` (None: its own) cannot be told from the most accurate (95%), as a clause."""
     rows = found.eligible if rows is None else rows
     top, p_value, compared = rows["name"].iloc[0], rows["p_value"], int(rows["p_value"].count()) - 1
     if len(rows) == 1:

@@ -242,7 +242,7 @@ def _main(argv: list[str]) -> None:
 
 
 def _to_keep(files: list[Path]) -> dict[str, str]:
-    """By model the command that saves the configuration that the rule has chosen, where it is known what was searched."""
+    """Return by model the command that saves the configuration that the rule has chosen, where it is known what was searched."""
     from tune_prune.analysis.verdict import folder_name
 
     lines = {}
@@ -283,7 +283,7 @@ def write_analysis(
 
 
 def check_output(output: Path) -> None:
-    """That `output` can be written, before anything is computed for it; creates nothing."""
+    """Check that `output` can be written, before anything is computed for it; creates nothing."""
     try:
         check_writable(output.absolute())
     except OSError as error:

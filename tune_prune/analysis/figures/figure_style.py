@@ -1,4 +1,4 @@
-"""How every figure looks, and how it is saved: sizes, colours, scales, panels; PNG and PDF that are the same bytes each time.
+"""The look of every figure, and its files: sizes, colours, scales, panels; PNG and PDF that are the same bytes each time.
 
 Sizes are those of a two-column paper at 8 pt. The colours are Okabe and Ito's (Color Universal Design, 2008), which people with
 any common colour blindness can tell apart; no colour carries a meaning alone: each method also has its marker. Figures are

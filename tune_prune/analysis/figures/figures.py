@@ -333,7 +333,7 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
 
 
 def accuracy_size(sizes: pd.DataFrame) -> Figure:
-    """acc_mean and its standard error of each model's best configurations (`sizes.by_size`) against the percentage of parameters
+    """acc_mean and its standard error of each model's best configurations (`configurations.by_size`) against the percentage of parameters
     kept; stars are the dense models, bands go from the lowest to the highest draw of calibration samples."""
     figure, (axes,) = figure_style.panels(1, 2.2, wide=False)
     styles = figure_style.styles(sizes["model"], first=())
@@ -355,7 +355,7 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
 
 
 def pareto(speeds: pd.DataFrame) -> Figure:
-    """acc_mean of the configurations of `sizes.by_speed` against four costs, a row of panels per model, with all its ratios:
+    """acc_mean of the configurations of `configurations.by_speed` against four costs, a row of panels per model, with all its ratios:
     parameters and KV bytes per token in percent of the dense model's, prefill and decode as multiples of its speed, from the lowest
     to the highest round. Filled: Pareto-optimal at its ratio; ringed: the best of its ratio; star: the dense model."""
     names = speeds["series"].unique()

@@ -26,7 +26,7 @@ from tune_prune.core.validation import validated
 
 
 def is_experiment(folder: Location) -> bool:
-    """Whether something of an experiment is there."""
+    """Return whether something of an experiment is there."""
     store = open_store(folder)
     return LEDGER in store.folders() or any(map(store.has, (EXPERIMENT, BASELINES)))
 
@@ -52,7 +52,8 @@ def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], M
 
 
 def with_speeds(folder: Location, parts: Sequence[Model]) -> list[Model]:
-    """The same models of the experiment in `folder` with the speeds measured of its trials; damaged ones are a problem of each."""
+    """Return the models of the experiment in `folder` with the speeds measured of its trials; damaged ones are a problem of
+    each."""
     speeds, damaged = readable_speeds(open_store(folder))
     problems = tuple(map(_damaged, damaged))
     return [replace(part, speeds=tuple(speeds), problems=(*part.problems, *problems)) for part in parts]
@@ -180,7 +181,7 @@ def _records(ledger: Ledger, about: Mapping[str, Any], lost: list[Problem]) -> l
 
 
 def _missing(folder: Location, rows: pd.DataFrame, about: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Problem]:
-    """What the search was to try and has no record of, and trials that lost their files."""
+    """Return what the search was to try and has no record of, and trials that lost their files."""
     problems = []
     planned, keys = entry.get("trial_keys"), set(rows["key"])
     if isinstance(planned, dict):

@@ -95,7 +95,7 @@ def check_items(folder: str, recorded: float, measured: float) -> None:
 def guessing(
     tasks: list[str], output_dir: str, source: Mapping[str, Any] | None, sizes: Mapping[str, float] | None = None
 ) -> pd.DataFrame:
-    """What picking answers without a model gives on the items of the trial in `output_dir`.
+    """Return what picking answers without a model gives on the items of the trial in `output_dir`.
 
     Index: the tasks, then "mean" over them; columns: chance (`measures.chance`), majority (part of the more
     frequent answer, where all items have the same choices), items, threshold (the larger of both plus two standard errors of an
@@ -155,7 +155,7 @@ GOLD, TEXTS = "gold_logprob_mean", ("kl_text", "kl_tasks")
 
 @dataclass(frozen=True)
 class SliceMeans:
-    """What a trial scores on growing slices of the items, by number of the slice; the last has them all."""
+    """The scores of a trial on growing slices of the items, by number of the slice; the last has them all."""
 
     items: np.ndarray  # [slices] how many
     accuracy: np.ndarray  # [slices] mean over the tasks that have items
@@ -219,8 +219,8 @@ def gold_logprobs(output_dir: str) -> pd.Series | None:
 
 
 def kl_blocks(output_dir: str) -> dict[str, pd.Series]:
-    """By `kl_text` and `kl_tasks` the KL (nats per token) of every block of a trial, indexed by (block, tokens); empty if none were
-    kept. Raises UserError for a file that cannot be read."""
+    """Return by `kl_text` and `kl_tasks` the KL (nats per token) of every block of a trial, indexed by (block, tokens); empty if
+    none were kept. Raises UserError for a file that cannot be read."""
     path = location(output_dir) / KL
     content = trial_file(path.parent, KL) if output_dir else None
     if content is None:
@@ -236,7 +236,8 @@ def kl_blocks(output_dir: str) -> dict[str, pd.Series]:
 
 
 def with_gold_logprobs(model: Model) -> Model:
-    """The same with `gold_logprob_*` from the items of trials, and of the dense model, whose records are older than them."""
+    """Return the model with `gold_logprob_*` from the items of trials, and of the dense model, whose records are older than
+    them."""
     rows = model.rows
     recorded = rows[GOLD] if GOLD in rows else pd.Series(math.nan, rows.index)
     missing = {i: _summary(rows.loc[i, "output_dir"]) for i in rows.index[rows["success"] & recorded.isna()]}
@@ -270,7 +271,7 @@ def _summary(output_dir: str) -> dict[str, float]:
 
 
 def discrimination(output_dir: str) -> pd.DataFrame:
-    """Whether log-likelihoods tell right choices from wrong ones, by the items of one model. Index: task; columns:
+    """Return whether log-likelihoods tell right choices from wrong ones, by the items of one model. Index: task; columns:
 
     auc  with two choices: the chance that ll(second) - ll(first) is higher on an item whose second choice is right than on one
          whose first is (ties half), which no preference for one of the answers changes; with more, or one label only: the
@@ -330,14 +331,15 @@ _ROUNDED = 0.02  # what four digits of a standard error leave open of the number
 
 
 def with_wilson_errors(model: Model, sizes: Mapping[str, float]) -> Model:
-    """The same with `wilson_errors` in its rows and its baseline. Every other standard error stays as it is. `sizes`:
+    """Return the model with `wilson_errors` in its rows and its baseline. Every other standard error stays as it is. `sizes`:
     `certain_sizes`."""
     baseline = {**model.baseline, **wilson_errors(model.baseline, sizes)}
     return replace(model, rows=rows_with_wilson_errors(model.rows, sizes), baseline=baseline)
 
 
 def certain_sizes(model: Model) -> Mapping[str, float]:
-    """How many items each task has of which a complete trial, or the dense model, has an accuracy of 0 or 1 without an error.
+    """Return how many items each task has of which a complete trial, or the dense model, has an accuracy of 0 or 1 without an
+    error.
 
     The number of a task's items is that of the trials' or, where these were not kept, what the standard errors of other accuracies
     of that task tell; a task of which it is not known is left out. UserError for items that cannot be read.
@@ -358,8 +360,8 @@ def rows_with_wilson_errors(rows: pd.DataFrame, sizes: Mapping[str, float]) -> p
 
 
 def sizes_of(complete: pd.DataFrame, tasks: Sequence[str]) -> Mapping[str, float]:
-    """How many items each of `tasks` has, as far as that is known: by the items of a trial or, where these were not kept, by what
-    the standard errors say: the published number, where it is as near as errors of four digits tell."""
+    """Return how many items each of `tasks` has, as far as that is known: by the items of a trial or, where these were not kept,
+    by what the standard errors say: the published number, where it is as near as errors of four digits tell."""
     if not tasks:
         return {}
     for folder in complete["output_dir"]:

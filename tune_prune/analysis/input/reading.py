@@ -35,8 +35,8 @@ _CONSOLIDATED = re.compile(r"consolidated_(.+)_[\d.]+")
 
 
 class _Key(NamedTuple):
-    """What rows share that may be compared. Of several divisors or shapes (None) an experiment has searched, and they are
-    compared, with those of an experiment that searched some of them, too; others that differ in it are kept apart."""
+    """The values that rows share which may be compared. Several divisors or shapes (None) were searched by one experiment, and
+    they are compared, with those of an experiment that searched some of them, too; others that differ in it are kept apart."""
 
     label: str
     measured: str
@@ -118,8 +118,8 @@ def _places(folder: Location) -> list[tuple[str | None, Location]]:
 
 
 def _with_best_config(part: Model) -> Model:
-    """The same with the dense model and what it takes to run it again, from the best configuration that an analysis or a search
-    has written beside the results file, where there is one."""
+    """Return the part with the dense model and what it takes to run it again, from the best configuration that an analysis or a
+    search has written beside the results file, where there is one."""
     path = part.origins[0].with_name(BEST_CONFIG)
     try:
         about = open_store(path.parent).read(BEST_CONFIG)
@@ -143,7 +143,7 @@ def _with_best_config(part: Model) -> Model:
 
 
 def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, float]]) -> dict[str, Model]:
-    """The same with the accuracies of their dense models, of all pruning ratios."""
+    """Return the models with the accuracies of their dense models, of all pruning ratios."""
     for name, accuracy in baselines:
         labels = [label for label, model in models.items() if name in (label, model.base, model.series)]
         if not labels:
@@ -210,7 +210,7 @@ def _searched(own: set[Any], searched: list[set[Any]]) -> Any:
 
 
 def _names(key: _Key, groups: Mapping[_Key, list[Model]], taken: Mapping[str, Model]) -> tuple[str, str]:
-    """What tells this group from the others of that label without the pruning ratio, and the label, which has it."""
+    """Return what tells this group from the others of that label without the pruning ratio, and the label, which has it."""
     same = [other for other in groups if other.label == key.label]
     alike = [other for other in same if other.measured == key.measured]
     model = key.label
@@ -302,7 +302,8 @@ def _without_duplicates(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[Problem]
 
 
 def _of_rows(rows: pd.DataFrame, source: Mapping[str, Any] | None) -> list[Problem]:
-    """What is wrong with single rows, and which columns are empty in all; not those of tasks that `source` does not ask for."""
+    """Return what is wrong with single rows, and which columns are empty in all; not those of tasks that `source` does not ask
+    for."""
     problems = []
     complete = rows[rows["success"]]
     asked = ZERO_SHOT_TASKS if source is None else source["protocol"]["tasks"]

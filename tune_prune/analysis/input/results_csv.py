@@ -207,7 +207,7 @@ def _wrong(path: Location, line: object, column: str, what: str) -> UserError:
 
 
 def _is_number(name: str) -> bool:
-    """Whether a column must be numbers."""
+    """Return whether a column must be numbers."""
     return name not in TEXTS and (name in COLUMNS or name.startswith("acc_"))
 
 

@@ -143,8 +143,8 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def calibration_tokens(rows: pd.DataFrame) -> pd.Series:
-    """That making each model reads: seq_len x samples for the scores of every step, and those of a refit and of a training. A
-    method that reads no samples counts as if it did."""
+    """Return the tokens that making each model reads: seq_len x samples for the scores of every step, and those of a refit and of
+    a training. A method that reads no samples counts as if it did."""
     scores = rows["seq_len"] * rows["num_samples"] * rows["steps"]
     refit = rows["refit_tokens"].where(rows["compensation"] != PruningConfig.compensation)
     training = TRAINING_STEP_TOKENS * rows["recovery_steps"].where(rows["recovery"] != PruningConfig.recovery)
@@ -158,7 +158,7 @@ def best_first(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def compared(accuracies: pd.Series) -> pd.Series:
-    """What accuracies are ordered by and told apart by: equal ones are equal here (`measures.comparable`)."""
+    """Return what accuracies are ordered by and told apart by: equal ones are equal here (`measures.comparable`)."""
     return accuracies.astype("float64").round(ACCURACY_DIGITS)
 
 

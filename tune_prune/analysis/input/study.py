@@ -1,4 +1,4 @@
-"""What an analysis has read: models, their trials and what is wrong with them, wherever it came from.
+"""The input of an analysis: models, their trials and what is wrong with them, wherever it came from.
 
 `Study` is the only input of everything below it. It holds every row that was found, also those that are not eligible, and
 names each of these in a `Problem`. A `Message` is what a finding tells its reader, as data: render/ has its words.
@@ -74,18 +74,18 @@ class Model:
 
     @property
     def states(self) -> pd.Series:
-        """How each row ended: its status, or "not_finite" of one that is complete without a finite accuracy."""
+        """Return how each row ended: its status, or "not_finite" of one that is complete without a finite accuracy."""
         return self.rows["status"].mask(self.rows["success"] & ~np.isfinite(self.rows["acc_mean"]), "not_finite")
 
     @property
     def compared_speeds(self) -> Mapping[str, SpeedRecord]:
-        """By the trial's key those of its rows that were measured under the conditions of the newest."""
+        """Return by the trial's key the speeds of its rows that were measured under the conditions of the newest."""
         keys = set(self.rows["key"])
         return newest_conditions([record for record in self.speeds if record.key in keys])
 
     @property
     def tokens(self) -> int | None:
-        """Of the perplexity text that were read, the first; None: all, or not recorded."""
+        """Return how many tokens of the perplexity text were read, its first ones; None: all, or not recorded."""
         bound: int | None = (self.source or {}).get("protocol", {}).get("perplexity_tokens")
         return bound
 
@@ -96,12 +96,12 @@ class Model:
 
     @property
     def recovery(self) -> str:
-        """How all rows were trained after pruning (PruningConfig.recovery)."""
+        """Return how all rows were trained after pruning (PruningConfig.recovery)."""
         return str(next(iter(self.rows["recovery"]), PruningConfig.recovery))
 
     @property
     def trained(self) -> bool:
-        """Whether these models were trained after pruning."""
+        """Return whether these models were trained after pruning."""
         return self.recovery != PruningConfig.recovery
 
     @property
@@ -111,7 +111,7 @@ class Model:
 
     @property
     def shape(self) -> str:
-        """What the layers may look like after pruning (PruningConfig.shape), if it is the same in all rows; else "free"."""
+        """Return what the layers may look like after pruning (PruningConfig.shape), if it is the same in all rows; else "free"."""
         shapes = self.rows["shape"].unique()
         return str(shapes[0]) if len(shapes) == 1 else PruningConfig.shape
 

@@ -62,7 +62,7 @@ def label(text: str, language: str = "en") -> str:
 
 
 def translate(text: str, language: str = "en", **values: Any) -> str:
-    """As `label`, for a sentence with placeholders, which `values` fill."""
+    """Return a sentence with placeholders in `language`, filled with `values`; one without is for `label`."""
     return _Sentence(language).vformat(label(text, language), (), values)
 
 
@@ -96,14 +96,14 @@ def accuracies_in_percent(percent: bool = True) -> Iterator[None]:
 
 
 def in_percent() -> bool:
-    """Whether accuracies are printed in percent."""
+    """Return whether accuracies are printed in percent."""
     return _IN_PERCENT.get()
 
 
 def cell_text(column: Column, row: Row, language: str = "en") -> str:
-    """What a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`, with a dagger behind an accuracy that
-    is not distinguishable from guessing, a double one behind one of a single draw; an en dash for a number that is not known,
-    nothing for such a text."""
+    """Return what a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`, with a dagger behind an
+    accuracy that is not distinguishable from guessing, a double one behind one of a single draw; an en dash for a number that is
+    not known, nothing for such a text."""
     value = row.get(column.key)
     if isinstance(value, Message):
         return format_message(value, language)

@@ -28,7 +28,8 @@ _APART = 14  # percent of the height between two numbers that do not overlap
 
 
 def rank_plot(found: ModelFindings) -> dict[str, Any]:
-    """What the macro `drawing` of report.html.j2 draws of one model; places in percent of the plotted area, from its upper left.
+    """Return what the macro `drawing` of report.html.j2 draws of one model; places in percent of the plotted area, from its upper
+    left.
 
     points  of each configuration x, y, low and high (one standard error to either side; None: not known), style (a CSS class),
             title; the one last drawn stands in front
@@ -122,7 +123,7 @@ def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] 
 
 
 def _title(labels: Sequence[str]) -> str:
-    """What the page is of."""
+    """Return what the page is of."""
     return f"Best way to prune {messages.names(labels, most=2)}"
 
 
@@ -142,7 +143,7 @@ def _image(path: Path) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """What an experiment.json holds, in words."""
+    """Return what an experiment.json holds, in words."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):

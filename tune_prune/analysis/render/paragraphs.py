@@ -87,7 +87,7 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
 
 
 def _setup(findings: Findings) -> dict[str, Any]:
-    """What was searched and how it was measured, over all models."""
+    """Return what was searched and how it was measured, over all models."""
     models = [found.model for found in findings.models.values()]
     eligible = pd.concat([found.eligible for found in findings.models.values()])
     sources = [source for model in models if (source := model.source) and set(source) >= _ASKED]
@@ -132,7 +132,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
 
 
 def _perplexity_texts(models: Sequence[Model]) -> list[str]:
-    """What perplexity is measured on, in words: WikiText-2 where that is known of its content."""
+    """Return what perplexity is measured on, in words: WikiText-2 where that is known of its content."""
     names = set()
     for model in models:
         if (source := model.source) is None or not set(source) >= _ASKED:
@@ -158,7 +158,7 @@ def _recipe(findings: Findings) -> dict[str, list[Any]]:
 
 
 def _reserved(eligible: pd.DataFrame) -> list[str]:
-    """What a trial had for itself, as recorded: "4 CPUs and 1 GPU"; none where it is not known."""
+    """Return what a trial had for itself, as recorded: "4 CPUs and 1 GPU"; none where it is not known."""
     texts = []
     for cpus, gpus in eligible[["cpus", "gpus"]].dropna().drop_duplicates().sort_values(["gpus", "cpus"]).to_numpy():
         amounts = [(cpus, "CPU"), (gpus, "GPU")]

@@ -52,7 +52,7 @@ def report(findings: Findings, language: str = "en") -> str:
 
 
 def _shares(fit: CrossFit) -> list[str]:
-    """How often each configuration is chosen, the most frequent first."""
+    """Return how often each configuration is chosen, the most frequent first."""
     shares = sorted(fit.chosen.items(), key=lambda item: (-item[1], item[0]))
     return [f"{name} {printed(share, 'percent')}" for name, share in shares]
 

@@ -43,7 +43,8 @@ def environment(language: str = "en") -> jinja2.Environment:
 
 
 def markdown_environment() -> jinja2.Environment:
-    """The same for Markdown: every text that a template prints is escaped, but for what it calls `safe`. Filter: `code`."""
+    """Return the environment for Markdown: every text that a template prints is escaped, but for what it calls `safe`. Filter:
+    `code`."""
 
     def escaped(value: Any) -> Any:
         return Markup(markdown(value)) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -81,7 +81,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, co
 
 
 def _names(padded: Sequence[Sequence[str]], columns: int) -> int:
-    """How many of the first columns (header, rule, cells) tell rows apart; 1 where that takes more than half of a line."""
+    """Return how many of the first columns (header, rule, cells) tell rows apart; 1 where that takes more than half of a line."""
     for count in range(1, len(padded)):
         names = list(zip(*(column[2:] for column in padded[:count]), strict=True))
         if sum(len(_GAP + column[0]) for column in padded[:count]) > columns // 2:

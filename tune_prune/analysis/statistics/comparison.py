@@ -1,4 +1,4 @@
-"""What item outcomes say of the ranking: which configurations are statistically tied with the best.
+"""The ranking by the outcomes of items: which configurations are statistically tied with the best.
 
 K configurations, T tasks of n_t items; acc_mean is the mean over tasks of the mean over items. Items are a random sample of
 what a task asks for, tasks and configurations are fixed. Configurations on the same items share its luck, so differences
@@ -54,11 +54,12 @@ class PairedScores:
 
     @cached_property
     def variances(self) -> np.ndarray:
-        """Of the acc_mean of each column: the diagonal of `covariance`."""
+        """Return the variance of the acc_mean of each column: the diagonal of `covariance`."""
         return self._summed(lambda scores: np.square(scores).sum(axis=0) - np.square(scores.sum(axis=0)) / len(scores))
 
     def covariance(self, columns: Rows = slice(None)) -> np.ndarray:
-        """Of the acc_mean of these columns with that of all: sum_t cov_t / n_t / T^2 with the n_t - 1 covariance."""
+        """Return the covariance of the acc_mean of these columns with that of all: sum_t cov_t / n_t / T^2 with the n_t - 1
+        covariance."""
 
         def products(scores: np.ndarray) -> np.ndarray:
             sums = scores.sum(axis=0)
@@ -130,7 +131,7 @@ class Comparison:
         return ~(self.p_value <= 0.05)
 
     def half_width(self, row: int, other: int | None = None) -> float:
-        """Of the 95% interval around the acc_mean of a row, or around its difference to that of another."""
+        """Return half the width of the 95% interval around the acc_mean of a row, or around its difference to that of another."""
         errors = self.errors[:, row] - (0.0 if other is None else self.errors[:, other])
         return float(np.quantile(np.abs(errors), 0.95))
 
@@ -147,7 +148,7 @@ class Comparison:
         return found
 
     def variances_of(self, weights: list[np.ndarray]) -> list[float]:
-        """Of each weighted sum of the acc_mean; `weights`: [K] each."""
+        """Return the variance of each weighted sum of the acc_mean; `weights`: [K] each."""
         totals = [0.0] * len(weights)
         for rows in _blocks(len(self.variances)):
             covariance = self.covariance(rows)
@@ -297,7 +298,7 @@ def _leaders(errors: np.ndarray) -> np.ndarray:
 
 
 def _reaching(errors: np.ndarray, k: int, scale: np.ndarray, bound: float, leaders: np.ndarray) -> int:
-    """In how many draws the largest (errors[draw, j] - errors[draw, k]) * scale[j] over j is at least `bound`.
+    """Count the draws in which the largest (errors[draw, j] - errors[draw, k]) * scale[j] over j is at least `bound`.
 
     One j that reaches it settles a draw, so those with the largest errors come first. All others of a draw lie below the last
     of these, errors[draw, j] <= e: with (e - errors[draw, k]) * scale[j] < bound none of this scale, or of a smaller one, can

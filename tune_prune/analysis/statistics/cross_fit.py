@@ -26,7 +26,7 @@ Scores = list[np.ndarray]  # by task, [n, columns]
 
 @dataclass(frozen=True)
 class CrossFit:
-    """What a rule's choice scores on items that had no part in it."""
+    """The score of a rule's choice on items that had no part in it."""
 
     naive: float  # acc_mean of the best on all items
     corrected: float
@@ -55,7 +55,7 @@ def cross_fit_rule(
 
     @cache
     def stderr(top: int) -> np.ndarray:
-        """Of the difference to the column `top`."""
+        """Return the error of the difference to the column `top`."""
         return comparison.stderr(scores.rows[[top]])[0, scores.rows]
 
     def most_accurate(accuracies: np.ndarray) -> int:
@@ -89,8 +89,8 @@ def cross_fit_rule(
 
 
 def _golds(rows: pd.DataFrame, items: DrawItems, index: pd.Index) -> list[list[pd.Series]] | None:
-    """Of each row its draws' log-probabilities of right choices on the items of `index`; None where a draw's were not kept, or an
-    item has no single right choice or no finite log-probability of it."""
+    """Return for each row its draws' log-probabilities of right choices on the items of `index`; None where a draw's were not
+    kept, or an item has no single right choice or no finite log-probability of it."""
     found = []
     for folder, count in zip(rows["output_dir"], rows["draws"], strict=True):
         series = [one for name in items.folders(folder) if (one := gold_logprobs(name)) is not None]
@@ -107,10 +107,10 @@ def _mean_of_tasks(items: pd.Series) -> float:
 def by_draw(
     draws: Sequence[Sequence[pd.Series]], measures: Sequence[Sequence[pd.Series]] | None = None
 ) -> list[tuple[Scores, Scores]]:
-    """For each number of a draw what the others choose by, and what that draw scores: a column of several draws without it and
-    with it alone, any other column as it is in both. `draws`: of each column its draws' item scores; `measures`: of each column
-    the values, item by item, that its draws are chosen by, if not the scores. Empty where all items and draws choose by what they
-    score: no column has several draws, and there are no `measures`."""
+    """Return for each number of a draw what the others choose by, and what that draw scores: a column of several draws without it
+    and with it alone, any other column as it is in both. `draws`: of each column its draws' item scores; `measures`: of each
+    column the values, item by item, that its draws are chosen by, if not the scores. Empty where all items and draws choose by
+    what they score: no column has several draws, and there are no `measures`."""
     tasks = draws[0][0].index.get_level_values("task")
     parts = [tasks == task for task in tasks.unique()]
 
@@ -133,7 +133,7 @@ def cross_fit(
     draw_variances: np.ndarray | float = 0.0,
     measure: np.ndarray | None = None,
 ) -> CrossFit | None:
-    """What `pick` (accuracies [columns] -> column) chooses on all folds but one, scored on that one; None if a task has one item.
+    """Score what `pick` (accuracies [columns] -> column) chooses on all folds but one, on that one; None if a task has one item.
 
     Each repeat deals every task's items into FOLDS parts anew; its score is the mean over tasks of the mean over items, each
     item scored by the configuration chosen without it, and `corrected` is the mean over repeats. Since fewer items choose,

@@ -30,8 +30,8 @@ FEW_ITEMS = 5  # of a task: with so few all differences are often equal, and the
 
 
 def few_items_variance(counts: Iterable[int]) -> float:
-    """What tasks of FEW_ITEMS or fewer, of tasks with so many items, add to the variance of acc_mean: the greatest that a mean of
-    so many scores can have."""
+    """Return what tasks of FEW_ITEMS or fewer, of tasks with so many items, add to the variance of acc_mean: the greatest that a
+    mean of so many scores can have."""
     counts = list(counts)
     return sum(0.25 / n for n in counts if n <= FEW_ITEMS) / len(counts) ** 2
 
@@ -50,8 +50,8 @@ def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float
 
 
 def paired_gap(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:
-    """The same of any measure, by item or by block of text (`measures.kl_blocks`), whose mean is over tokens. None where items or
-    blocks differ; NaN for the error of one block.
+    """Return the mean difference in any measure and its error, by item or by block of text (`items.kl_blocks`), whose mean is
+    over tokens. None where items or blocks differ; NaN for the error of one block.
 
     Of blocks it is the error of a ratio, as of KL itself (evaluation/divergence.py): of the differences' mean over tokens.
     """
@@ -84,8 +84,9 @@ def measure_gaps(
     gold: Items = gold_logprobs,
     control: Mapping[str, DrawVariance] = MappingProxyType({}),
 ) -> pd.DataFrame:
-    """How far each row is from the best one in gold_logprob_mean (highest), kl_text and kl_tasks (lowest): `<measure>_gap`, own
-    minus that of the best, in nats, and `<measure>_gap_stderr`. Index: that of `eligible`. No columns for what no row has.
+    """Return how far each row is from the best one in gold_logprob_mean (highest), kl_text and kl_tasks (lowest):
+    `<measure>_gap`, own minus that of the best, in nats, and `<measure>_gap_stderr`. Index: that of `eligible`. No columns for
+    what no row has.
 
     Standard errors are of the differences on the same items or blocks, averaged over the `draws` of a row, where both have them,
     and of the `variances` between draws (`control`: those of its rows); else of each one's own, which have both. `gold`:
@@ -143,8 +144,8 @@ class Difference:
 
 
 def difference(first: Mapping[str, Any], second: Mapping[str, Any], items: Items = read_items) -> Difference:
-    """How far the trial of row `first` is above that of row `second`, which must be of the same model; rows of configurations
-    (`draws`) have the errors of their draws beside those of the items, which both share."""
+    """Return how far the trial of row `first` is above that of row `second`, which must be of the same model; rows of
+    configurations (`draws`) have the errors of their draws beside those of the items, which both share."""
     folder = first["output_dir"]
     # The same trial. Not by its folder alone: a foreign file may name one folder for all.
     if folder and folder == second["output_dir"] and first["configuration"] == second["configuration"]:
@@ -238,7 +239,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
 
 
 def _tried(row: Mapping[str, Any]) -> PruningConfig:
-    """What was tried, apart from pruning ratio and draw: models that differ in those are compared by the rest."""
+    """Return what was tried, apart from pruning ratio and draw: models that differ in those are compared by the rest."""
     return replace(without_draw(row), pruning_ratio=PruningConfig.pruning_ratio)
 
 
@@ -252,8 +253,8 @@ _OF_RUN = -1  # a draw whose seed is that of the run
 
 @dataclass(frozen=True)
 class Shift:
-    """Of one measure, in nats: means over the draws that both have, their difference, its standard error, and the chance of one as
-    bad as this where there is no difference."""
+    """A change of one measure, in nats: means over the draws that both have, their difference, its standard error, and the chance
+    of one as bad as this where there is no difference."""
 
     before: float
     after: float
@@ -286,14 +287,14 @@ Rows = tuple[
 def changes(
     own: Rows, untrained: Rows, dense_gold: float = math.nan, gold: Items = gold_logprobs
 ) -> tuple[Change, ...]:
-    """Of configurations in `own` with a refit and no training, or with a training, beside the same ones without it in `untrained`,
-    which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD of the dense model;
-    `gold`: `gold_logprobs`, or a GoldReader."""
+    """Return the changes of the configurations in `own` with a refit and no training, or with a training, beside the same ones
+    without it in `untrained`, which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD
+    of the dense model; `gold`: `gold_logprobs`, or a GoldReader."""
     return judged(list(_pairs(own, untrained, dense_gold, gold)))
 
 
 def judged(found: Sequence[Change]) -> tuple[Change, ...]:
-    """The same with what is `worse`: at a family-wise 5% (Holm 1979) over all measures of all of them."""
+    """Return the changes with what is `worse`: at a family-wise 5% (Holm 1979) over all measures of all of them."""
     tests = [(shift.p, i, name) for i, c in enumerate(found) for name, shift in c.shifts.items()]
     tests = sorted(test for test in tests if math.isfinite(test[0]))
     worse: dict[int, list[str]] = {}
@@ -339,7 +340,7 @@ def _over(configuration: pd.Series, draws: pd.DataFrame, some: pd.DataFrame) -> 
 
 
 def _gain(before: pd.DataFrame, after: pd.DataFrame) -> tuple[float, float]:
-    """In acc_mean, in points, of trials of the same draws, and its error, which is made as that of `_shift`."""
+    """Return the gain in acc_mean, in points, of trials of the same draws, and its error, which is made as that of `_shift`."""
     gaps = after["acc_mean"].to_numpy(np.float64) - before["acc_mean"].to_numpy(np.float64)
     first, second = (mean_series([read_items(folder) for folder in part["output_dir"]]) for part in (before, after))
     paired = None if first is None or second is None else paired_difference(second, first)
@@ -352,8 +353,9 @@ def _gain(before: pd.DataFrame, after: pd.DataFrame) -> tuple[float, float]:
 
 
 def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> Shift | None:
-    """Of trials of the same draws, in their order. The error is that of the same items or blocks, averaged over draws, and, of
-    several draws, of what their differences differ by; its degrees of freedom are those of both (Satterthwaite 1946)."""
+    """Return the shift of a measure between trials of the same draws, in their order. The error is that of the same items or
+    blocks, averaged over draws, and, of several draws, of what their differences differ by; its degrees of freedom are those of
+    both (Satterthwaite 1946)."""
     from scipy.stats import t
 
     if measure not in before or measure not in after:
@@ -373,8 +375,8 @@ def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items)
 
 
 def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> tuple[float, float]:
-    """Of the mean difference over draws, which share their items, and its degrees of freedom; those of an error that is known by
-    its size alone, of other items or blocks, are taken for many."""
+    """Return the variance of the mean difference over draws, which share their items, and its degrees of freedom; those of an
+    error that is known by its size alone, of other items or blocks, are taken for many."""
     first, second = (mean_observed(part["output_dir"], measure, gold) for part in (before, after))
     paired = None if first is None or second is None else paired_gap(second, first)
     if paired is not None:

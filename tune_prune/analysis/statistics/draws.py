@@ -44,7 +44,7 @@ _OF_ONE_MODEL = ("params_count", "removed_fraction")  # of the one that is kept:
 
 @dataclass(frozen=True)
 class DrawVariance:
-    """How far draws of one configuration lie apart, pooled over those that have two or more."""
+    """The distance of draws of one configuration from each other, pooled over those that have two or more."""
 
     mean_square: float  # between draws on the same items, of one draw
     interaction: float  # the part of it that items and draws have together, and that the items tell already
@@ -52,7 +52,7 @@ class DrawVariance:
 
     @property
     def variance(self) -> float:
-        """Of one draw, beyond what its items tell: Var(b)."""
+        """Return the variance of one draw beyond what its items tell: Var(b)."""
         return max(0.0, self.mean_square - self.interaction)
 
     def sampled(self, generator: np.random.Generator, count: int) -> np.ndarray:
@@ -62,8 +62,8 @@ class DrawVariance:
         return np.maximum(0.0, self.squares(generator, count, ADDED_FREEDOM) - self.interaction)
 
     def squares(self, generator: np.random.Generator, count: int, added: float = 0.0) -> np.ndarray:
-        """The same of mean squares, interaction and all. Draws that tie exactly, as they can on few items, would have none: the
-        interaction, which is less than a mean square on average, stands for it."""
+        """Return [count] mean squares that may have led to this one, interaction and all. Draws that tie exactly, as they can on
+        few items, would have none: the interaction, which is less than a mean square on average, stands for it."""
         freedom = self.freedom + added
         return (self.mean_square or self.interaction) * freedom / generator.chisquare(freedom, count)
 
@@ -81,11 +81,11 @@ class DrawItems:
         self._folders[folders[0]] = folders
 
     def folders(self, folder: str) -> Sequence[str]:
-        """Of each draw of the configuration whose first one this is."""
+        """Return the folder of each draw of the configuration whose first one this is."""
         return self._folders.get(folder, (folder,))
 
     def draws(self, folder: str) -> list[pd.Series]:
-        """Of each draw the score of every item; none where a draw has no items, or other ones."""
+        """Return for each draw the score of every item; none where a draw has no items, or other ones."""
         found = [self._read(name) for name in self.folders(folder)]
         series = [items for items in found if items is not None]
         same = all(items.index.equals(series[0].index) for items in series)
@@ -139,12 +139,13 @@ def configurations(
 
 
 def _name(row: pd.Series) -> str:
-    """Of the configuration, without the draw."""
+    """Return the name of the configuration, without the draw."""
     return row["name"] if pd.isna(row[SEED]) else without_draw(row).name
 
 
 def mean_of_draws(values: pd.Series) -> float:
-    """Of one column over the draws of a configuration; NaN for a measure that one of them does not have, or not as a number."""
+    """Return the mean of one column over the draws of a configuration; NaN for a measure that one of them does not have, or not
+    as a number."""
     name, numbers = str(values.name), values.astype("float64")
     whole = name.startswith(("acc_", "ppl", "kl_", "gold_logprob"))
     if whole and numbers.isna().any():
@@ -158,13 +159,13 @@ def mean_of_draws(values: pd.Series) -> float:
 
 
 def mean_perplexity(values: pd.Series) -> float:
-    """Of several perplexities, wherever one is given for them: the geometric mean, exp of the mean log. NaN where none is known."""
+    """Return the one perplexity that is given for several: the geometric mean, exp of the mean log. NaN where none is known."""
     return float(np.exp(np.log(values.astype("float64")).mean()))
 
 
 def interactions(several: Mapping[int, pd.DataFrame], items: DrawItems) -> dict[int, dict[str, float]]:
-    """Of each configuration the interaction of each accuracy, where its draws have items: what averaging over draws takes from a
-    mean of item variances.
+    """Return for each configuration the interaction of each accuracy, where its draws have items: what averaging over draws takes
+    from a mean of item variances.
 
     UserError naming the trial if its items contradict its acc_mean."""
     found = {}
@@ -211,7 +212,8 @@ def shared(
 def moved_together(
     several: Mapping[int, pd.DataFrame], interactions: Mapping[int, Mapping[str, float]], columns: Sequence[str]
 ) -> float:
-    """What one draw adds to the variance of the mean of these columns beside what it adds to each, as if they were independent."""
+    """Return what one draw adds to the variance of the mean of these columns beside what it adds to each, as if they were
+    independent."""
     mean = draw_variance(several, interactions, columns)
     apart = [draw_variance(several, interactions, [column]) for column in columns]
     return (0.0 if mean is None else mean.variance) - sum(own.variance for own in apart if own) / len(columns) ** 2
@@ -244,7 +246,8 @@ def interaction(by_task: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def pooled(parts: Sequence[tuple[np.ndarray, float]]) -> DrawVariance:
-    """Of configurations with several draws each: what they scored [draws], and the interaction of one of them."""
+    """Pool the variance between draws over configurations: of each what its draws scored [draws], and the interaction of one
+    draw."""
     freedoms = np.array([len(scores) - 1 for scores, _ in parts])
     equal = 10.0**-ACCURACY_DIGITS  # how sums were rounded is no spread
     squares = np.array([scores.var(ddof=1) if np.ptp(scores) > equal else 0.0 for scores, _ in parts])
@@ -336,8 +339,8 @@ def next_draws(
 
 
 def warnings(eligible: pd.DataFrame, best: str, between: DrawVariance | None) -> Iterator[Message]:
-    """What other calibration samples may change, as far as that is known: of the rows with `draw_share`, the best of them by its
-    rule, and how far draws lie apart."""
+    """Return what other calibration samples may change, as far as that is known: of the rows with `draw_share`, the best of them
+    by its rule, and how far draws lie apart."""
     if between is None:
         if (eligible["draws"] == 1).all():  # else CONTROL has several
             yield Message("seeds_one")

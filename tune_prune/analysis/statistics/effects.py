@@ -1,4 +1,4 @@
-"""What each hyperparameter does to accuracy: factors, level means, trends, analysis of variance, importance, correlations, and
+"""The effect of each hyperparameter on accuracy: factors, level means, trends, analysis of variance, importance, correlations, and
 which of two methods is more accurate on average.
 
 Rows are the eligible ones of one model (`ModelFindings.eligible`: complete, finite acc_mean, at least one) in any order.
@@ -66,7 +66,8 @@ def levels_of(rows: pd.DataFrame, factor: str) -> np.ndarray:
 
 
 def grid_size(rows: pd.DataFrame) -> int:
-    """How many configurations a full grid of the levels tried has; a method is in it once for each setting of what it reads."""
+    """Return how many configurations a full grid of the levels tried has; a method is in it once for each setting of what it
+    reads."""
     reads = {name: methods_reading(rows, name) for name in FACTORS if name not in ("method", *RECIPE)}
     each = sum(
         math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
@@ -76,7 +77,7 @@ def grid_size(rows: pd.DataFrame) -> int:
 
 
 def _levels(rows: pd.DataFrame, switch: str) -> int:
-    """How many settings a grid has of that part of a recipe: what only it reads has its levels where it is not none."""
+    """Return how many settings a grid has of that part of a recipe: what only it reads has its levels where it is not none."""
     there = rows[rows[switch] != "none"]
     settings = [switch, *(name for name, row in RECIPE.items() if row.of == switch)]
     return int((rows[switch] == "none").any()) + (
@@ -103,7 +104,7 @@ _ROUNDING = 1e-12  # relative; a sum of squares or a difference below it is a ro
 
 @dataclass(frozen=True)
 class Trend:
-    """How accuracy moves with a factor's levels."""
+    """The way in which accuracy moves with a factor's levels."""
 
     factor: str
     direction: str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown": see `trend`
@@ -155,7 +156,7 @@ def level_table(eligible: pd.DataFrame, factor: str) -> pd.DataFrame:
 
 
 def trend(eligible: pd.DataFrame, factor: str) -> Trend:
-    """How accuracy moves with the levels of `factor`, of which there must be two or more.
+    """Return how accuracy moves with the levels of `factor`, of which there must be two or more.
 
     Level means and their errors come from least squares, accuracy = level + other factors: on a full grid these are the plain
     level means, elsewhere they are corrected for which settings each level was tried with. What that leaves over, including

@@ -1,4 +1,4 @@
-"""What the cheaper looks at a trial tell of its final accuracy: how far a filter by each may be trusted.
+"""The cheaper looks at a trial, and what each tells of its final accuracy: how far a filter by each may be trusted.
 
 A trial is looked at in turn by KL, by perplexity and by growing slices of the zero-shot items: the rungs of successive halving
 (ASHA), each of them a lower fidelity of the final accuracy. A rung ranks trials as they end (Kendall's tau-b), or it does not;

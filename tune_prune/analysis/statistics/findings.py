@@ -1,4 +1,4 @@
-"""What the statistics say of a study: everything that a search prints at its end and that tables, figures and reports print.
+"""The findings of a study: everything that a search prints at its end and that tables, figures and reports print.
 
 `find` chooses the best configuration of each model; the rest is computed when it is asked for, once, so that a search's end
 does not pay for what only a report prints. Accuracies and their standard errors are fractions, differences are percentage
@@ -72,7 +72,7 @@ class ModelFindings:
     """One model. `eligible` has a row per configuration with an eligible trial (complete, with a finite accuracy), best first by
     accuracy: the mean over its draws of calibration samples."""
 
-    model: Model  # of the study, with standard errors for accuracies of 0 and 1 (`errors.with_wilson_errors`)
+    model: Model  # of the study, with standard errors for accuracies of 0 and 1 (`items.with_wilson_errors`)
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples), `measured_apart`; difference_points, difference_stderr_points (own
     # minus the most accurate's), p_value (chance of a gap to the best as large as this if this were the best; corrected for
@@ -110,7 +110,7 @@ class ModelFindings:
 
     @property
     def draw_variance(self) -> DrawVariance | None:
-        """Of acc_mean; None where no configuration has several draws."""
+        """Return the variance between draws of acc_mean; None where no configuration has several draws."""
         return self.draw_variances.get("acc_mean")
 
     @property
@@ -127,7 +127,7 @@ class ModelFindings:
 
     @cached_property
     def marked(self) -> set[str]:
-        """Those of `tied` that tables and figures mark: none where the most accurate is itself of unknown error."""
+        """Return the names of `tied` that tables and figures mark: none where the most accurate is itself of unknown error."""
         p_value = self.eligible["p_value"]
         return set() if math.isnan(p_value.iloc[0]) else set(self.eligible.loc[p_value > 0.05, "name"])
 
@@ -138,7 +138,7 @@ class ModelFindings:
 
     @property
     def compared(self) -> int:
-        """How many others were compared with the most accurate: those of known error, none where its own is unknown."""
+        """Return how many others were compared with the most accurate: those of known error, none where its own is unknown."""
         p_value = self.eligible["p_value"]
         return 0 if math.isnan(p_value.iloc[0]) else int(p_value.count()) - 1
 
@@ -165,14 +165,15 @@ class ModelFindings:
         return further if kind.holds(further) and further <= longest else None
 
     def _other_choice(self, *rules: str) -> Message:
-        """What to do where accuracies say nothing: choose by the first of these rules that something was measured for, or stay."""
+        """Return what to do where accuracies say nothing: choose by the first of these rules that something was measured for, or
+        stay."""
         if self.rule in rules:
             return Message("step_stay", {"rule": self.rule})
         rule = next((name for name in rules if self.chosen[name]), None)
         return Message("step_tasks") if rule is None else Message("step_rule", {"rule": rule})
 
     def reading(self, *factors: str) -> pd.DataFrame:
-        """The eligible rows that vary with each of these factors (`factors.reading`)."""
+        """The eligible rows that vary with each of these factors (`effects.reading`)."""
         reads = [reading(self.eligible, self.model.rows, factor) for factor in factors]
         return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
 
@@ -203,7 +204,7 @@ class ModelFindings:
 
     @cached_property
     def method_pairs(self) -> pd.DataFrame:
-        """`method_pairs.method_pairs`: index first, second; columns n, points, stderr_points, p_value (corrected for all pairs)."""
+        """`effects.method_pairs`: index first, second; columns n, points, stderr_points, p_value (corrected for all pairs)."""
         generator = np.random.default_rng(seed_for(self.seed, f"methods of {self.model.label}"))
         return method_pairs(self.model.rows, self.eligible, self.comparison, generator)
 
@@ -215,7 +216,7 @@ class ModelFindings:
 
     @cached_property
     def trends(self) -> Mapping[str, Trend]:
-        """Of hyperparameters with two levels or more."""
+        """Return the trend of each hyperparameter with two levels or more."""
         rows = {factor: self.reading(factor) for factor in NUMERIC}
         return {factor: effects.trend(own, factor) for factor, own in rows.items() if own[factor].nunique() > 1}
 
@@ -254,7 +255,7 @@ class ModelFindings:
 
     @cached_property
     def guessing(self) -> pd.DataFrame:
-        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold; and `measures.discrimination`
+        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold; and `items.discrimination`
         of the dense model: auc, p (NaN where its items were not kept)."""
         model, sizes = self.model, None
         if model.kind == "published":
@@ -294,13 +295,13 @@ class ModelFindings:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """`changes.changes`: what the refit of these does or, where they are trained, the training."""
+        """`differences.changes`: what the refit of these does or, where they are trained, the training."""
         of = self.untrained if self.model.trained else self
         dense = self.model.baseline.get(GOLD, math.nan)
         return () if of is None else changes((self.eligible, self.draws), (of.eligible, of.draws), dense, self._gold)
 
     def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
-        """Whether an accuracy may come from guessing; what is not known does not."""
+        """Return whether an accuracy may come from guessing; what is not known does not."""
         return accuracy is not None and bool(accuracy < self.guessing.loc[task, "threshold"])
 
     def retained(self, accuracy: Any, task: str = "mean") -> float | None:
@@ -326,7 +327,7 @@ class ModelFindings:
 
     @cached_property
     def warnings(self) -> tuple[Message, ...]:
-        """What a reader must know before believing the decision; the gravest first."""
+        """Return what a reader must know before believing the decision; the gravest first."""
         return tuple(self._warnings())
 
     def _warnings(self) -> Iterator[Message]:
@@ -387,7 +388,7 @@ __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFind
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a model was measured."""
+    """The items and the text that a model was measured on."""
 
     items: Mapping[str, int | None]  # of each task; None: not known
     tokens: int | None  # of the perplexity text, the first; 0: all; None: not known
@@ -400,7 +401,7 @@ class Protocol:
         return cls(items, None if model.source is None else model.tokens or 0)
 
     def joined(self, other: Protocol) -> Protocol | None:
-        """What both say, where nothing that is known of both differs."""
+        """Return what both say, where nothing that is known of both differs."""
         pairs = [(self.tokens, other.tokens), *((self.items[task], other.items.get(task)) for task in self.items)]
         if list(self.items) != list(other.items) or any(None not in pair and pair[0] != pair[1] for pair in pairs):
             return None
@@ -421,7 +422,7 @@ class Findings:
 
     @cached_property
     def transfer(self) -> Transfer | None:
-        """What models lose with each other's best configurations; None with fewer than two models."""
+        """Return what models lose with each other's best configurations; None with fewer than two models."""
         if len(self.models) < 2:
             return None
         rows = {label: found.eligible for label, found in self.models.items()}
@@ -439,7 +440,7 @@ class Findings:
 
     @cached_property
     def protocols(self) -> list[tuple[Protocol, list[str]]]:
-        """How models were measured, with the labels of those that were measured so: one where all stand side by side."""
+        """Return how models were measured, with the labels of those that were measured so: one where all stand side by side."""
         found: list[tuple[Protocol, list[str]]] = []
         for label, one in self.models.items():
             own = Protocol.of(one)
@@ -453,14 +454,15 @@ class Findings:
 
     @cached_property
     def smallest(self) -> Mapping[str, ModelFindings]:
-        """By rule "smallest" the one of each of `series` whose best has the fewest parameters; none where nothing is within."""
+        """Return by rule "smallest" the one of each of `series` whose best has the fewest parameters; none where nothing is
+        within."""
         able = {name: [one for one in members[::-1] if one.chosen["smallest"]] for name, members in self.series.items()}
         size = {one.model.label: plain_value(one.best["params_count"]) or math.inf for one in self.models.values()}
         return {name: min(members, key=lambda one: size[one.model.label]) for name, members in able.items() if members}
 
 
 def _untrained(model: Model, models: Iterable[ModelFindings]) -> ModelFindings | None:
-    """Of the untrained ones of the same model and ratio, measured alike, that with the most of its configurations."""
+    """Return the untrained findings of the same model and ratio, measured alike, with the most of its configurations."""
     alike = [
         one for one in models if not one.model.trained and (one.model.kin, one.model.ratio) == (model.kin, model.ratio)
     ]

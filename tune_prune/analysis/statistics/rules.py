@@ -47,7 +47,7 @@ def score_columns(rows: pd.DataFrame, rule: str) -> list[str]:
 
 
 def score(rows: pd.DataFrame, rule: str) -> np.ndarray:
-    """What a rule of MEASURES takes the highest of; NaN where that is unknown or infinite."""
+    """Return what a rule of MEASURES takes the highest of; NaN where that is unknown or infinite."""
     columns = score_columns(rows, rule)
     values = [_numbers(rows[name]) for name in columns] or [np.full(len(rows), np.nan)]
     found = MEASURES[rule][0] * np.mean(values, axis=0)
@@ -84,7 +84,7 @@ def cost_order(rows: pd.DataFrame) -> np.ndarray:
 
 
 def pareto(rows: pd.DataFrame) -> list[str]:
-    """Those that no other one dominates: is nowhere worse and somewhere better.
+    """Return those that no other one dominates: is nowhere worse and somewhere better.
 
     Objectives: acc_mean, ppl, params_count and every column that names a latency, as far as any row has them. An unknown or
     infinite value is the worst of its column. Sizes that differ by at most 0.1% are the same, as one budget leaves them.

@@ -88,7 +88,7 @@ def hyperparameter_columns(findings: Findings) -> list[Column]:
 
 
 def level_format(hyperparameter: str) -> str:
-    """How numbers of a hyperparameter are shown."""
+    """Return how numbers of a hyperparameter are shown."""
     return "int" if isinstance(HYPERPARAMETERS[hyperparameter].kind, Whole) else "number"
 
 
@@ -139,7 +139,7 @@ def best_configurations(findings: Findings) -> Table:
 
 
 def selection_rules(findings: Findings) -> Table:
-    """What each rule chooses."""
+    """Return the table of what each rule chooses."""
     rows = []
     for found in findings.models.values():
         for rule, names in found.chosen.items():
@@ -232,7 +232,7 @@ def transfer(findings: Findings) -> Table | None:
 
 
 def configuration_impact(findings: Findings) -> Table | None:
-    """What the choice of configuration is worth: minimal, another model's, for all, own; and the dense model."""
+    """Return what the choice of configuration is worth: minimal, another model's, for all, own; and the dense model."""
     rows = []
     for label, found in findings.models.items():
         for setting, config, values in _settings(findings, label, found):
@@ -271,7 +271,7 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
 
 
 def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
-    """What every table holds of a configuration."""
+    """Return what every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
     own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.marked}
     own |= {name: row.get(name) for column in MEASURES for name in (column.key, column.stderr)}
@@ -279,7 +279,7 @@ def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
 
 
 def unread(found: ModelFindings, row: Any) -> dict[str, Any]:
-    """What no table says of a configuration whose method reads no samples: their number, length and tokens."""
+    """Return what no table says of a configuration whose method reads no samples: their number, length and tokens."""
     if row["method"] in found.sampling:
         return {}
     tokens = row["tokens"] - row["seq_len"] * row["num_samples"] * row["steps"]  # of a refit or a training
@@ -287,24 +287,24 @@ def unread(found: ModelFindings, row: Any) -> dict[str, Any]:
 
 
 def informative(found: ModelFindings, row: Any) -> dict[str, float]:
-    """What INFORMATIVE shows of a row."""
+    """Return what INFORMATIVE shows of a row."""
     return dict(zip((INFORMATIVE.key, INFORMATIVE.stderr), found.informative(row), strict=True))
 
 
 def draws_of(found: ModelFindings, row: Any) -> dict[str, Any]:
-    """How many draws of calibration samples a configuration has, and the mark of one; nothing where none has several."""
+    """Return how many draws of calibration samples a configuration has, and the mark of one; nothing where none has several."""
     known = found.draw_variance is not None
     return {"draws": row["draws"], "_one_draw": known and row["draw_share"] == 1} if known or found.draws else {}
 
 
 def limits(found: ModelFindings) -> dict[str, float]:
-    """What columns of accuracies name as `threshold` and `items`, of each task and of the mean."""
+    """Return what columns of accuracies name as `threshold` and `items`, of each task and of the mean."""
     columns = found.guessing[["threshold", "items"]].to_dict()
     return {f"_{column}_{task}": value for column, values in columns.items() for task, value in values.items()}
 
 
 def accuracy_notes(findings: Findings) -> list[Message]:
-    """What accuracies and their standard errors are; of each model where they are not the same of all."""
+    """Return what accuracies and their standard errors are; of each model where they are not the same of all."""
     kinds = {
         label: f"note_accuracy_{found.model.kind}{'_draws' if found.draws else ''}"
         for label, found in findings.models.items()
@@ -434,8 +434,8 @@ def accuracy_by_size(findings: Findings) -> Table | None:
 
 
 def smallest(findings: Findings) -> Table | None:
-    """By rule "smallest": of every pruning ratio the smallest configuration within the bound, or the nearest to it, and its
-    difference to the dense model; None by other rules."""
+    """Return the table of rule "smallest": of every pruning ratio the smallest configuration within the bound, or the nearest to
+    it, and its difference to the dense model; None by other rules."""
     if findings.rule != "smallest":
         return None
     rows = []
@@ -539,7 +539,7 @@ def _timed(found: ModelFindings) -> bool:
 
 
 def _conditions(found: ModelFindings) -> Message:
-    """How the speeds of a model were measured, and how many others there are."""
+    """Return how the speeds of a model were measured, and how many others there are."""
     speeds = found.model.compared_speeds
     record = next(iter(speeds.values()))
     others = len({one.key for one in found.model.speeds if one.conditions != record.conditions})
@@ -548,7 +548,7 @@ def _conditions(found: ModelFindings) -> Message:
 
 
 def is_within(found: ModelFindings) -> str:
-    """Of the best by rule "smallest": "yes" or "no" by its accuracy as measured; "surely" where that is so with 95% confidence
+    """Say of the best by rule "smallest" "yes" or "no" by its accuracy as measured; "surely" where that is so with 95% confidence
     (one-sided, normal). Where both answered every item alike, the error is as if they had every item right (Wilson)."""
     if not found.chosen["smallest"]:
         return "no"

@@ -1,4 +1,5 @@
-"""What a search prints at its end: its best trials, and what models lose with each other's, as plain text for the terminal."""
+"""The tables that a search prints at its end: its best trials, and what models lose with each other's, as plain text for the
+terminal."""
 
 from __future__ import annotations
 
@@ -112,8 +113,8 @@ def _best_trials(findings: Findings, verdict: Verdict, every: Table, top: int) -
 
 
 def _across(findings: Findings, labels: Collection[str]) -> Table | None:
-    """What the models of these labels lose with each other's best, in points, also with the best single configuration for all; None
-    with fewer than two."""
+    """Return what the models of these labels lose with each other's best, in points, also with the best single configuration for
+    all; None with fewer than two."""
     table = transfer(findings)
     if table is None or findings.transfer is None or len(labels) < 2:
         return None

@@ -96,14 +96,14 @@ def _levels(findings: Findings, name: str) -> Table:
 
 
 def trend_message(trend: Trend, words: bool = False) -> Message:
-    """What a trend says, as a clause without a full stop; of the hyperparameter's label in `words`."""
+    """Return what a trend says, as a clause without a full stop; of the hyperparameter's label in `words`."""
     name = HYPERPARAMETERS[trend.factor].label.lower() if words else trend.factor
     values = {"factor": name, "spread": trend.spread_points, "stderr": trend.stderr_points}
     return Message(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
 
 
 def effects(findings: Findings) -> Table | None:
-    """What each hyperparameter explains: the analysis of variance where there is one, else its share of importance only."""
+    """Return what each hyperparameter explains: the analysis of variance where there is one, else its share of importance only."""
     rows, notes = [], []
     for label, found in findings.models.items():
         terms = pd.DataFrame({"share": found.importance}) if found.effects is None else found.effects

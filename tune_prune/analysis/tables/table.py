@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """How values of the rows are shown as one column; every `str` but the label names a key of the rows."""
+    """A column, and how values of the rows are shown in it; every `str` but the label names a key of the rows."""
 
     key: str
     label: str  # in English; the catalogue of messages translates it
@@ -40,16 +40,16 @@ class Column:
     style: str = ""  # how a page sets it: a class of report.css
 
     def is_best(self, row: Row) -> bool:
-        """Whether the row's value is to be marked as the best or as tied with it."""
+        """Return whether the row's value is to be marked as the best or as tied with it."""
         return bool(row.get(self.best))
 
     def at_chance(self, row: Row) -> bool:
-        """Whether the row's accuracy is to be marked as not distinguishable from guessing."""
+        """Return whether the row's accuracy is to be marked as not distinguishable from guessing."""
         value, threshold = row.get(self.key), row.get(self.threshold)
         return value is not None and threshold is not None and bool(value < threshold)  # NaN is not below anything
 
     def of_one_draw(self, row: Row) -> bool:
-        """Whether the row's accuracy is to be marked as that of one draw of calibration samples, beside means of several."""
+        """Return whether the row's accuracy is to be marked as that of one draw of calibration samples, beside means of several."""
         return bool(row.get(self.single)) and not missing(row.get(self.key))
 
 
@@ -76,16 +76,16 @@ class Table:
 
     @property
     def printed(self) -> list[Column]:
-        """Those of them that LaTeX and Markdown have room for."""
+        """Return the shown columns that LaTeX and Markdown have room for."""
         return [column for column in self.shown if not column.detail]
 
     def pick(self, *keys: str) -> Table:
-        """The same with these columns only."""
+        """Return the table with these columns only."""
         columns = {column.key: column for column in self.columns}
         return replace(self, columns=[columns[key] for key in keys])
 
     def with_rows(self, rows: Sequence[Row]) -> Table:
-        """The same with these rows only."""
+        """Return the table with these rows only."""
         return replace(self, rows=rows)
 
     def of(self, model: str) -> Table:
@@ -97,5 +97,5 @@ class Table:
 
 
 def missing(value: Any) -> bool:
-    """Whether there is nothing to show."""
+    """Return whether there is nothing to show."""
     return value is None or (not value if isinstance(value, str) else bool(pd.isna(value)))

@@ -62,7 +62,7 @@ _DISTRIBUTION = ("max", "min", "median", "mean", "std")
 
 
 def counts(model: Model) -> str:
-    """How many trials it has and how they ended: 5 trials (4 complete, 1 failed)."""
+    """Return how many trials it has and how they ended: 5 trials (4 complete, 1 failed)."""
     status = model.states.value_counts()
     states = ", ".join(f"{status[name]} {words}" for name, words in STATUS_WORDS.items() if name in status)
     return f"{len(model.rows)} trial{'' if len(model.rows) == 1 else 's'} ({states or 'none complete'})"
@@ -244,7 +244,7 @@ def _passes(findings: Findings) -> dict[str, str]:
 
 
 def problems(findings: Findings) -> Table | None:
-    """What is wrong with the input, in the order in which it was found."""
+    """Return what is wrong with the input, in the order in which it was found."""
     rows = [
         {"model": problem.model, "kind": problem.kind.replace("_", " "), "what": problem.what, "where": problem.where}
         for model in findings.study.models.values()
@@ -258,13 +258,13 @@ def problems(findings: Findings) -> Table | None:
 
 
 def problem_counts(problems: Iterable[Problem]) -> list[Message]:
-    """How many there are of each kind."""
+    """Return how many there are of each kind."""
     kinds = Counter(problem.kind for problem in problems)
     return [Message(f"problem_{kind}_one" if n == 1 else f"problem_{kind}", {"count": n}) for kind, n in kinds.items()]
 
 
 def costs(findings: Findings) -> Table | None:
-    """What each experiment has cost, where its cost.json is there."""
+    """Return what each experiment has cost, where its cost.json is there."""
     seconds = {folder: cost.get("seconds_per_stage", {}) for folder, cost in findings.study.costs.items()}
     stages = in_order(sorted({stage for values in seconds.values() for stage in values}))
     rows = [
