@@ -333,8 +333,8 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
 
 
 def accuracy_size(sizes: pd.DataFrame) -> Figure:
-    """acc_mean and its standard error of each model's best configurations (`configurations.by_size`) against the percentage of parameters
-    kept; stars are the dense models, bands go from the lowest to the highest draw of calibration samples."""
+    """acc_mean and its standard error of each model's best configurations (`configurations.by_size`) against the percentage of
+    parameters kept; stars are the dense models, bands go from the lowest to the highest draw of calibration samples."""
     figure, (axes,) = figure_style.panels(1, 2.2, wide=False)
     styles = figure_style.styles(sizes["model"], first=())
     for label, rows in sizes.groupby("model"):
@@ -355,9 +355,9 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
 
 
 def pareto(speeds: pd.DataFrame) -> Figure:
-    """acc_mean of the configurations of `configurations.by_speed` against four costs, a row of panels per model, with all its ratios:
-    parameters and KV bytes per token in percent of the dense model's, prefill and decode as multiples of its speed, from the lowest
-    to the highest round. Filled: Pareto-optimal at its ratio; ringed: the best of its ratio; star: the dense model."""
+    """acc_mean of the configurations of `configurations.by_speed` against four costs, a row of panels per model, with all its
+    ratios: parameters and KV bytes per token in percent of the dense model's, prefill and decode as multiples of its speed, from
+    the lowest to the highest round. Filled: Pareto-optimal at its ratio; ringed: the best of its ratio; star: the dense model."""
     names = speeds["series"].unique()
     figure, grid = figure_style.panels(4 * len(names), 2.0, wide=True, sharey="row")
     styles = figure_style.styles(set(speeds["method"]) - {"dense"})
