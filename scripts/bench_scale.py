@@ -92,7 +92,8 @@ def outcomes(configs: Sequence[PruningConfig], items: int, generator: np.random.
 
 def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> Path:
     """The experiment of so many finished trials below `folder`."""
-    from tune_prune.commands.search_flags import parser, settings_from
+    from tune_prune.commands.flags import settings_from
+    from tune_prune.commands.search import parser
     from tune_prune.tuning import experiment
     from tune_prune.tuning.preflight import make_plan
 
@@ -102,7 +103,7 @@ def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> 
     assert code == 0, "the templates' search has failed"
     templates = FolderStore(folder / f"trials-{len(METHODS)}")
     argv = search_argv(folder, trials, *more)
-    plan = make_plan(settings_from(parser().parse_args(argv)))
+    plan = make_plan(settings_from(vars(parser().parse_args(argv))))
     assert isinstance(plan.experiment_dir, Path)
     store = FolderStore(plan.experiment_dir)
     experiment.write(store, plan, ["tune-prune", "search", *argv])
@@ -157,10 +158,11 @@ def with_scores(items: pyarrow.Table, scores: np.ndarray) -> pyarrow.Table:
 
 
 def start(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune.commands.search_flags import parser, settings_from
+    from tune_prune.commands.flags import settings_from
+    from tune_prune.commands.search import parser
     from tune_prune.tuning.preflight import make_plan
 
-    settings = settings_from(parser().parse_args(list(argv)))
+    settings = settings_from(vars(parser().parse_args(list(argv))))
 
     def run() -> None:
         plan = make_plan(settings)
@@ -197,7 +199,8 @@ def analysis(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
 
 
 def message(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
-    from tune_prune.commands.search_flags import parser, settings_from
+    from tune_prune.commands.flags import settings_from
+    from tune_prune.commands.search import parser
     from tune_prune.core.records import StageReport
     from tune_prune.trial.trial import TrialProgress
     from tune_prune.tuning.cost import CostEstimate, ModelCost
@@ -206,7 +209,7 @@ def message(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
     from tune_prune.tuning.progress import LiveLine
     from tune_prune.tuning.work import TrialSpec
 
-    (model,) = make_plan(settings_from(parser().parse_args(list(argv)))).models
+    (model,) = make_plan(settings_from(vars(parser().parse_args(list(argv))))).models
     specs = {key: TrialSpec(model.run, config, key) for config, key in model.trials}
     done = {r.key: r for r in Ledger(FolderStore(folder)).records()}
     trial = {"pruning": 1.0, "perplexity": 9.0, "zero_shot": 20.0}

@@ -27,7 +27,7 @@ from unittest import mock
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
 from tune_prune.__main__ import COMMANDS
-from tune_prune.commands import search_flags
+from tune_prune.commands import search
 from tune_prune.models.catalog import HUB_ALIASES
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ class Reader:
                 shlex.split(inner[1]) if inner else words[words.index(files[0]) + 1 :] if words[0] == "sbatch" else []
             )
             if arguments:
-                search_flags.parser().parse_args(arguments)
+                search.parser().parse_args(arguments)
         else:
             subprocess.run(["bash", "-ec", statement], cwd=self.folder, check=True)
 

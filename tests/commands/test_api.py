@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +19,17 @@ import tune_prune
 from tests.findings import simulated_study
 from tests.trials import RUN
 from tune_prune.checkpoint import manifest
-from tune_prune.checkpoint.save import shard_bytes_of
-from tune_prune.commands import api, prune, search, search_flags
+from tune_prune.commands import api, flags, options, prune, search
 from tune_prune.commands.opened import Model
 from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.hyperparameters import HYPERPARAMETERS, RECIPE
 from tune_prune.core.measures import wilson_stderr
 from tune_prune.models.runner.residency import Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
+from tune_prune.tuning.plan import SearchSettings
 
 CONFIG = PruningConfig("layerwise", 16, 10, 0.3)
 FLAGS = ("--method", "layerwise", "--pruning-ratio", "0.3", "--seq-len", "16", "--num-samples", "10")
@@ -75,29 +77,95 @@ print(tune_prune.open, tune_prune.load_results, [name for name in hidden if name
 """
     hidden = ("torch", "transformers", "ray", "pandas", "numpy", "lm_eval", "optuna", "datasets", "matplotlib")
     *sentences, last = run_without(hidden, code).splitlines()
-    assert len(sentences) == 3 and set(sentences) == {sentences[0]} and "--limit" in sentences[0]
+    assert len(sentences) == 3 and set(sentences) == {sentences[0]} and "limit is 0" in sentences[0]
     assert last.endswith("[]")
 
 
-def test_the_keywords_of_a_search_are_its_flags() -> None:
-    keywords = inspect.signature(tune_prune.search).parameters
-    flags = {action.dest: action.default for action in search.parser()._actions}
-    of_the_command_alone = {
-        "help",
-        "help_all",
-        "version",
-        "dry_run",
-        "verbose",
-        "gpu",
-        "save_best",
-        "status",
-        "json",
-        "log_json",
-    }
-    assert set(keywords) == set(flags) - of_the_command_alone
-    assert {name: flags[name] for name in keywords if name != "model"} == {
-        name: keyword.default for name, keyword in keywords.items() if name != "model"
-    }
+FUNCTIONS: dict[str, tuple[Callable[..., object], set[str]]] = {
+    "search": (tune_prune.search, set()),
+    "open": (tune_prune.open, set()),
+    "evaluate": (Model.evaluate, {"self", "on_stage"}),
+    "prune": (Model.prune, {"self", "ratio", "on_stage"}),
+}
+
+
+@pytest.mark.parametrize("command", FUNCTIONS)
+def test_keywords_are_options_with_their_defaults_and_help(command: str) -> None:
+    function, others = FUNCTIONS[command]
+    for name, keyword in inspect.signature(function).parameters.items():
+        if name in others:
+            continue
+        option = options.OPTIONS[command][name]
+        usual = HYPERPARAMETERS[name].default if name in RECIPE and not RECIPE[name].of else option.default
+        assert keyword.default in (inspect.Parameter.empty, usual), name
+        assert re.search(f"^ +{name}  ", function.__doc__ or "", re.MULTILINE), name
+    if command == "search":
+        keywords = {name for name, option in options.OPTIONS["search"].items() if option.keyword}
+        assert set(inspect.signature(function).parameters) == keywords
+
+
+def test_a_search_that_names_nothing_has_the_settings_of_the_command() -> None:
+    """Each description of a default says the same."""
+    asked = flags.settings_from(vars(search.parser().parse_args(["--model", "tiny-llama"])))
+    assert asked == SearchSettings(("tiny-llama",))
+    named = {name: option.default for name, option in options.OPTIONS["search"].items() if option.keyword}
+    assert flags.settings_from(options.checked("search", named | {"model": "tiny-llama"})) == asked
+
+
+# A keyword, its value and what becomes of it.
+VALUES: list[tuple[str, Any, Any]] = [
+    ("track", [], ()),
+    ("track", "mlflow,wandb", ("mlflow", "wandb")),
+    ("kl_filter", 1, True),
+    ("kl_filter", np.True_, True),
+    ("memory", 3 * 2**31 + 2**19, 3 * 2**31 + 2**19),
+    ("memory", "20GiB", 20 * 2**30),
+    ("seeds", np.array([0, 2]), (0, 2)),
+    ("limit", np.int64(5), 5),
+    ("tasks", ["boolq", "piqa"], ("boolq", "piqa")),
+    ("tasks", "boolq, piqa", ("boolq", "piqa")),
+    ("model", [Path("a"), "b", "a"], ("a", "b")),
+    ("gpus_per_trial", 0.33, 0.3333),
+    ("gpus_per_trial", "auto", None),
+    ("storage_path", Path("results"), "results"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), VALUES)
+def test_a_python_value_goes_straight_to_the_settings(name: str, value: Any, expected: Any) -> None:
+    """And the command line that is recorded asks for the same."""
+    asked = options.checked("search", {name: value})[name]
+    assert asked == expected and type(asked) is type(expected)
+    model = [] if name == "model" else ["--model", "tiny-llama"]
+    args = search.parser().parse_args([*model, *options.arguments("search", {name: value})])
+    assert getattr(args, name) in (asked, None if asked == () else asked)
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("limit", True, "limit is True; it must be a whole number from 1 to"),
+    ("limit", "5", "limit is '5'; it must be a whole number"),
+    ("kl_filter", "yes", "kl_filter is 'yes'; it must be True or False"),
+    ("track", ["mlfow"], "track is"),
+    ("tasks", [], "tasks: \\[\\] names none; name at least one"),
+    ("tasks", "../x", "'../x' is not the name of a task"),
+    ("memory", 20, "memory is 20; it must be a whole number of bytes from 1048576 to"),
+    ("memory", True, "memory is True"),
+    ("memory", 2**60, "memory is 1152921504606846976"),
+    ("memory", "20", "memory: '20' is not an amount of memory"),
+    ("seed", None, "seed is None"),
+    ("seed", np.array([1, 2]), r"seed is array\(\[1, 2\]\); it must be a whole number"),
+    ("pruning_ratio", 0, "pruning_ratio is 0; it must be a number above 0"),
+    ("scheduler", "racing", "scheduler is 'racing'; did you mean 'race'"),
+    ("gpus_per_trial", 0.3, "gpus_per_trial is 0.3, which does not divide 1"),
+    ("trial_timeout", 0, "trial_timeout is 0; it must be a number of seconds from 1"),
+    ("storage_path", "", "storage_path: is empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), REFUSED)
+def test_a_python_value_has_the_bounds_of_the_command_line(name: str, value: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        tune_prune.search(**{"model": "tiny-llama", name: value})
 
 
 def test_a_dense_model_has_the_numbers_of_a_trial(model: Model, tmp_path: Path) -> None:
@@ -208,17 +276,15 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
     "long": (lambda model, _: model.prune("taylor", 0.2, 10**5, 8), ["seq_len 100000", "512 tokens"]),
     "shape": (lambda model, _: model.prune("random", shape="square"), ["shape is 'square'", "uniform"]),
     "align": (lambda model, _: model.prune("random", shape="free", align=8), ["--align 8", "shape is free"]),
-    "limit": (lambda model, _: model.evaluate(limit=0), ["limit is 0", "at least 1"]),
-    "limit as text": (lambda model, _: model.evaluate(limit="5"), ["limit is '5'"]),
+    "limit": (lambda model, _: model.evaluate(limit=0), ["limit is 0", "from 1"]),
     "unknown task": (lambda _, pruned: pruned.evaluate(tasks="piqa,bolq"), ["'bolq'", "did you mean 'boolq'?"]),
     "unknown format": (lambda _, pruned: pruned.save("x", "safetensor"), ["format is 'safetensor'", "hf-padded"]),
     "saved dtype": (lambda _, pruned: pruned.save("x", dtype="int8"), ["dtype is 'int8'", "float16"]),
     "shards as text": (lambda _, pruned: pruned.save("x", shard_gb="5"), ["shard_gb is '5'", "0.0001 to 1e6"]),
     "no shards": (lambda _, pruned: pruned.save("x", shard_gb=0), ["shard_gb is 0", "0.0001 to 1e6"]),
     "existing folder": (lambda _, pruned: pruned.save(Path(__file__).parent), ["exists", "another folder"]),
-    "no model": (lambda *_: api.search([]), ["--model"]),
+    "no model": (lambda *_: api.search([]), ["model: []", "name at least one"]),
     "unknown space": (lambda *_: api.search("tiny-llama", "smokee"), ["'smokee'", "did you mean 'smoke'?"]),
-    "unknown scheduler": (lambda *_: api.search("tiny-llama", scheduler="pbt"), ["--scheduler", "'pbt'", "asha"]),
     "no folder": (lambda *_: api.load_results("nope"), ["nope is not a folder", "ray_results/NAME"]),
 }
 
@@ -232,28 +298,3 @@ def test_what_is_wrong_is_said(
         call(model, pruned)
     sentence = str(error.value)
     assert [word for word in words if word not in sentence] == [] and "\n" not in sentence, sentence
-
-
-@pytest.mark.parametrize("memory", [20, -1, True, 2**60])
-def test_a_number_of_bytes_is_bounded_as_its_text_is(memory: int) -> None:
-    with pytest.raises(UserError, match=rf"memory is {memory}, in bytes; it must be a whole number from 1048576 to"):
-        tune_prune.open("tiny-llama", device="cpu", memory=memory)
-
-
-def test_keywords_may_be_numbers_of_numpy_and_memory_bytes() -> None:
-    argv = search_flags.arguments({"memory": 3 * 2**31 + 2**19, "seeds": np.array([0, 2]), "limit": np.int64(5)})
-    args = search_flags.parser().parse_args(["--model", "tiny-llama", *argv])
-    assert (args.memory, args.seeds, args.limit) == (3 * 2**31 + 2**19, (0, 2), 5)
-    numbers = {"seed": np.int64(3), "perplexity_window": np.int64(32), "perplexity_tokens": np.int64(500)}
-    assert tune_prune.open("tiny-llama", device="cpu", **numbers).run.seed == 3
-    with pytest.raises(UserError, match=r"seed is array\(\[1, 2\]\); it must be a whole number"):
-        tune_prune.open("tiny-llama", seed=np.array([1, 2]))
-    assert shard_bytes_of(np.int64(5)) == 5 * 10**9
-
-
-def test_names_of_tasks_may_have_blanks_around_them() -> None:
-    model = tune_prune.open("tiny-llama", device="cpu")
-    assert model.protocol(tasks="boolq, piqa").protocol.tasks == ("boolq", "piqa")
-    for tasks in ("", "boolq,,piqa", []):
-        with pytest.raises(UserError, match=r"tasks is .*; name tasks with commas between them, or leave it out"):
-            model.protocol(tasks=tasks)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.kept_files import ARGV, KEYS, KINDS, NAME, OF_OTHERS, READ, Finished
-from tune_prune.commands import search
+from tune_prune.commands import flags, search
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import AttemptLog, Ledger, read_about, read_baselines, write_about, write_baselines
@@ -46,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         trained = Recovery({"a.weight": (torch.ones(2, 1), torch.ones(1, 2))}, 0.5, 0.25).arrays()
         for kind, arrays in zip(OF_OTHERS, (norms, trained, trained | {"done": np.array(4)}), strict=True):
             artifacts.put(kind, {"of": kind}, arrays)
-        yield Finished(storage, make_plan(search.settings_from(search.parser().parse_args(argv))))
+        yield Finished(storage, make_plan(flags.settings_from(vars(search.parser().parse_args(argv)))))
 
 
 @pytest.fixture

@@ -109,35 +109,6 @@ def test_a_local_folder_with_local_data_and_a_note(
     assert "note: scored one by one: it is Tuesday\n" in out
 
 
-WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "no model": ([], ["--model"]),
-    "two models": ([*TINY, "--model", "tiny-qwen2"], ["--model is given twice, and", "takes one"]),
-    "unknown flag": ([*TINY, "--modle", "x"], ["--modle", "--help"]),
-    "unknown alias": (["--model", "mistrall"], ["'mistrall'", "did you mean 'mistral'?", "hub id"]),
-    "missing folder": (["--model", "./nope"], ["./nope does not exist"]),
-    "revision of no hub model": ([*TINY, "--revision", "main"], ["--revision main", "leave it out"]),
-    "no task": ([*TINY, "--tasks", ","], ["--tasks", "at least one"]),
-    "unknown task": ([*TINY, "--tasks", "piqa,bolq"], ["'bolq'", "did you mean 'boolq'?"]),
-    "limit 0": ([*TINY, "--limit", "0"], ["--limit", "'0'", "from 1"]),
-    "unknown dtype": ([*TINY, "--dtype", "float16"], ["--dtype", "'float16'", "bfloat16"]),
-    "unknown device": ([*TINY, "--device", "tpu"], ["--device", "'tpu'", "cuda"]),
-    "negative seed": ([*TINY, "--seed", "-1"], ["--seed", "'-1'"]),
-    "missing data": ([*TINY, "--data-dir", "nope"], ["--data-dir nope", "tasks/"]),
-    "output in no folder": ([*TINY, "--output", "no/such/folder/x.json"], ["--output no/such", "existing folder"]),
-    "output where root may not write, too": (
-        [*TINY, "--output", "/proc/x.json"],
-        ["/proc/x.json cannot be", "existing"],
-    ),
-    "output a folder": ([*TINY, "--output", "/tmp"], ["--output /tmp is a folder"]),
-}
-
-
-@pytest.mark.parametrize(("argv", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_flags_are_refused(argv: list[str], words: list[str], sentence: Callable[..., str]) -> None:
-    told = sentence(*argv)
-    assert [word for word in words if word not in told] == [], told
-
-
 def test_no_gpu(sentence: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "--device is cuda, but torch finds no GPU" in sentence(*TINY, "--device", "cuda")

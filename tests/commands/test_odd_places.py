@@ -17,24 +17,12 @@ import pytest
 from tests.search_folders import TINY, data_folder, model_folder
 from tests.trials import RUN
 from tune_prune import embedded
-from tune_prune.commands import analysis, evaluate, prune, search
+from tune_prune.commands import analysis, prune, search
 from tune_prune.core.ending import exit_code
-from tune_prune.tuning import space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
 ROW = {"model": "m", "method": "taylor", "seq_len": 16, "num_samples": 4, "acc_mean": 0.5, "output_dir": "x"}
-
-
-def test_an_address_with_a_slash_too_few_is_no_folder(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "write s3://bucket/x, or ./s3:/bucket/x" in refused(search.main, *TINY, "--storage-path", "s3:/bucket/x")
-    assert "write gs://b, or" in refused(search.main, "--status", "x", "--storage-path", "gs:b")
-    assert "write s3://b/x, or" in refused(prune.main, "--config", "s3:/b/x", "--output", "o")
-    made_by = ("--model", "tiny-llama", "--method", "magnitude")
-    assert "--output s3:/b/x is no folder" in refused(prune.main, *made_by, "--output", "s3:/b/x")
-    assert "write s3://b/x, or" in refused(analysis.main, "s3:/b/x")
-    assert "'s3:/b/x' is no folder" in refused(analysis.main, "x", "--output", "s3:/b/x")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_links_that_lead_nowhere(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -62,59 +50,6 @@ def test_names_of_files_do_not_act_on_a_terminal(plan_text: Callable[..., str], 
         "--model", folder, "--search-space", "smoke", "--data-dir", data, "--limit", "2", "--tasks", "boolq"
     )
     assert "\x1b" not in shown and r"a\x1b[2Jtrain.txt" in shown
-
-
-def test_what_is_no_folder_has_no_experiment(refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    for argv in (["file"], ["x", "--storage-path", "file"], ["/dev/null"]):
-        assert f"the experiment {argv[0]!r}, which is not in" in refused(search.main, "--status", *argv)
-
-
-def test_the_place_of_results_is_looked_at_first(
-    refusal: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("x")
-    assert "file is a file" in refusal(*TINY, "--storage-path", "file")
-    assert caplog.text == ""  # nothing else was looked for there
-
-
-def test_names_that_are_no_text(refused: Callable[..., str]) -> None:
-    name = os.fsdecode(b"r\xe9sultats")
-    for main, argv in (
-        (search.main, [*TINY, "--storage-path", name]),
-        (search.main, ["--status", name]),
-        (prune.main, ["--config", name, "--output", "o"]),
-        (evaluate.main, ["--model", name]),
-        (analysis.main, [name]),
-    ):
-        assert r"'r\udce9sultats' is no UTF-8 text" in refused(main, *argv)
-
-
-def test_flags_that_nothing_reads(refused: Callable[..., str]) -> None:
-    assert "--json is for --status" in refused(search.main, *TINY, "--json")
-    assert "--overwrite is for --export-study" in refused(analysis.main, "x", "--overwrite")
-    assert (
-        "nope" in (sentence := refused(search.main, "--status", "nope", "--gpu", "4090"))
-        and "--dry-run" not in sentence
-    )
-    for flags in (("--rule", "kl"), ("--within", "3"), ("--percent",), ("--lang", "zh"), ("--output", "y")):
-        sentence = refused(analysis.main, "x", "--export-study", "y.db", *flags)
-        assert f"{flags[0]} is for the report, and --export-study writes the trials alone" in sentence
-
-
-def test_more_seeds_than_can_be_planned(refusal: Callable[..., str]) -> None:
-    seeds = ",".join(map(str, range(space.MAX_POINTS // 6 + 1)))
-    assert "16,667 seeds of the flags make 100,002 combinations" in refusal(*TINY, "--seeds", seeds)
-
-
-@pytest.mark.parametrize("output", ["thesis.tex", "list.json", "pipe"])
-def test_only_a_record_is_replaced_by_a_record(output: str, refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years")
-    (tmp_path / "list.json").write_text('{"metric": 1}')
-    os.mkfifo(tmp_path / "pipe")  # as /dev/null would be
-    sentence = refused(evaluate.main, "--model", "tiny-llama", "--output", output)
-    assert f"--output {output} exists and is no record of an evaluation" in sentence
-    assert (tmp_path / "thesis.tex").read_text() == "years" and (tmp_path / "pipe").is_fifo()
 
 
 def csv_file(folder: Path, *rows: dict) -> str:
@@ -216,17 +151,6 @@ def test_a_full_disk_below_the_output(capfd: pytest.CaptureFixture[str]) -> None
     assert said.startswith(
         "error: a file, or where the output goes, cannot be used (No space left on device); free some"
     )
-
-
-def test_what_is_logged_is_a_warning_in_one_line() -> None:
-    program = (
-        "import logging\nfrom tune_prune.cli import flags\n"
-        "flags.run(lambda: logging.getLogger('tune_prune.x').warning('plan %s is damaged', 'a\\x1b[2J'))\n"
-    )
-    root = str(Path(search.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": root}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert (done.stdout, done.stderr) == ("", "warning: plan a\\x1b[2J is damaged\n")
 
 
 @pytest.mark.slow

@@ -161,37 +161,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in (tmp_path / "deep").iterdir()] == []
 
 
-WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "nothing": ([], ["--model, --method, --seq-len, --num-samples are missing", "--config"]),
-    "half": (["--model", "tiny-llama", "--method", "taylor"], ["--seq-len, --num-samples are missing"]),
-    "no config": (["--config", "nope.json"], ["nope.json does not exist", "global_best_config.json"]),
-    "base": (["--model", "tiny-llama", *FLAGS, "--base", "x"], ["--base x is for --config"]),
-    "two models": (["--model", "tiny-llama", "--model", "tiny-qwen2", *FLAGS], ["--model is given twice"]),
-    "method": (
-        ["--model", "tiny-llama", "--method", "tailor", "--seq-len", "16", "--num-samples", "8"],
-        ["'tailor'", "did you mean 'taylor'"],
-    ),
-    "model": (["--model", "tiny-lama", *FLAGS], ["'tiny-lama'", "did you mean 'tiny-llama'"]),
-    "ratio": (["--model", "tiny-llama", *FLAGS, "--pruning-ratio", "0.9"], ["0.9", "can be removed"]),
-    "align": (["--model", "tiny-llama", *FLAGS, "--shape", "free", "--align", "16"], ["--align 16", "--shape aligned"]),
-    "no JSON": (["--config", __file__], ["is no JSON file; name the global_best_config.json"]),
-    "format": (["--model", "tiny-llama", *FLAGS, "--format", "onnx"], ["--format", "'onnx'", "gguf"]),
-    "long": (
-        ["--model", "tiny-llama", "--method", "taylor", "--seq-len", "4096", "--num-samples", "8"],
-        ["4096", "512"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("argv", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_one_sentence(
-    argv: list[str], words: list[str], sentence: Callable[..., str], tmp_path: Path
-) -> None:
-    told = sentence(*argv, "--output", tmp_path / "out")
-    for word in words:
-        assert word in told
-
-
 @pytest.mark.parametrize(
     ("text", "word"),
     {

@@ -16,7 +16,7 @@ import pytest
 from transformers import PretrainedConfig
 
 from tune_prune import embedded
-from tune_prune.commands import evaluate, prune, search_flags
+from tune_prune.commands import evaluate, prune, search
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "real_size.sh"
@@ -60,7 +60,7 @@ def test_the_commands_are_what_the_parsers_take(step: str, tmp_path: Path, monke
             seen.append("make")
             continue
         name, arguments = words[1].removeprefix("tune_prune."), words[2:]
-        parser = {"search": search_flags.parser, "prune": prune.parser, "evaluate": evaluate.parser}[name]()
+        parser = {"search": search.parser, "prune": prune.parser, "evaluate": evaluate.parser}[name]()
         flags = parser.parse_args(arguments)
         seen.append(name)
         if name == "search":

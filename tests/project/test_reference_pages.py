@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import tune_prune
-from tune_prune.commands.flags import RUN_DEFAULTS
+from tune_prune.commands.options import RUN_DEFAULTS
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.pruning.methods import load_method, method_names
 from tune_prune.tuning import space

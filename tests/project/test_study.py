@@ -12,7 +12,7 @@ import pytest
 import study_smollm2
 
 from tune_prune.analysis.input.items import GOLD
-from tune_prune.commands import search_flags
+from tune_prune.commands import search
 from tune_prune.commands.analysis import parser as analysis_parser
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
@@ -72,7 +72,7 @@ def commands_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) ->
 def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--data-dir", "DATA", "--limit", "100", "--perplexity-tokens", "16384", "--inline"]
     *searches, analysis = commands_of(monkeypatch, tmp_path, *flags)
-    asked = [search_flags.parser().parse_args(words[1:]) for words in searches]
+    asked = [search.parser().parse_args(words[1:]) for words in searches]
     steps = ["grid", "contenders", "contenders", "contenders", "control", "ratios"]
     assert [args.name.removeprefix("study-smollm2-") for args in asked] == steps
     for args in asked:

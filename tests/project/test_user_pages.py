@@ -15,7 +15,7 @@ import pytest
 
 from tests.documents import blocks, statements
 from tune_prune.__main__ import COMMANDS
-from tune_prune.commands.search_flags import parser
+from tune_prune.commands.search import parser
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "docs" / "studies" / "smollm2-135m"

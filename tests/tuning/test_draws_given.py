@@ -17,7 +17,8 @@ from tests.findings import simulated_study
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.statistics.draws import next_draws
 from tune_prune.commands import results
-from tune_prune.commands.search_flags import parser, settings_from
+from tune_prune.commands.flags import settings_from
+from tune_prune.commands.search import parser
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_baselines
@@ -177,7 +178,7 @@ def test_rounds_are_one_search_on_one_ray(searched, monkeypatch: pytest.MonkeyPa
 
 
 def settings(*argv: str) -> Any:
-    return settings_from(parser().parse_args(["--model", "tiny-llama", "--search-space", "smoke", *argv]))
+    return settings_from(vars(parser().parse_args(["--model", "tiny-llama", "--search-space", "smoke", *argv])))
 
 
 def test_flags_that_do_not_fit_are_refused() -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from tests.search_folders import TINY, data_folder, model_folder
 from tune_prune import embedded
-from tune_prune.commands.search_flags import parser, settings_from
+from tune_prune.commands.flags import settings_from
+from tune_prune.commands.search import parser
 from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import library_versions
@@ -75,7 +76,7 @@ def test_what_an_adaptive_search_has_left_is_counted_by_group(tmp_path: Path, pl
         "kept",
     )
     argv = ("--model", "tiny-llama", "--search-space", str(space), "--limit", "4", "--gpus-per-trial", "0", *adaptive)
-    plan = make_plan(settings_from(parser().parse_args(argv)))
+    plan = make_plan(settings_from(vars(parser().parse_args(argv))))
     store = FolderStore(plan.experiment_dir)
     experiment.write(store, plan, ["python"])
     model = plan.models[0]
@@ -220,7 +221,7 @@ def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
     others.write_text(space.read_text().replace("own", "taylor"))
     argv = ("--model", "tiny-llama", "--search-space", str(space), "--storage-path", "kept", "--name", "mine")
     argv += ("--gpus-per-trial", "0")
-    plan = make_plan(settings_from(parser().parse_args(argv)))
+    plan = make_plan(settings_from(vars(parser().parse_args(argv))))
     store = FolderStore(plan.experiment_dir)
     experiment.write(store, plan, ["python"])
     for config, key in plan.models[0].trials:

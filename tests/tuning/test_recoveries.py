@@ -17,8 +17,9 @@ from tests.search_folders import TINY
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.commands import results, search
+from tune_prune.commands.flags import settings_from
 from tune_prune.commands.results import load
-from tune_prune.commands.search_flags import parser, settings_from
+from tune_prune.commands.search import parser
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_baselines
@@ -112,7 +113,7 @@ def test_what_reads_no_seed_untrained_is_trained_on_every_draw(searched) -> None
 def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     def space(*argv: str) -> Any:
         flags = parser().parse_args(["--model", "tiny-llama", "--search-space", "smoke", "--recover", "2", *argv])
-        return resolve.space(settings_from(flags))
+        return resolve.space(settings_from(vars(flags)))
 
     assert space().values["recovery"] == ("none", "lora")
     path = tmp_path / "space.yaml"

@@ -23,7 +23,8 @@ from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.commands import resources_text, search
-from tune_prune.commands.search_flags import parser, settings_from
+from tune_prune.commands.flags import settings_from
+from tune_prune.commands.search import parser
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
@@ -132,7 +133,7 @@ def test_stopping_early_makes_the_cost_an_upper_bound(plan_text: Callable[..., s
 def test_a_filter_that_can_stop_nothing_is_refused(space: str, flags: tuple[str, ...], trials: int | None) -> None:
     """It compares with five earlier trials of one draw: the sixth may be stopped."""
     argv = ["--model", "tiny-llama", "--search-space", space, *flags, "--kl-filter"]
-    asked = settings_from(parser().parse_args(argv))
+    asked = settings_from(vars(parser().parse_args(argv)))
     if trials is None:
         assert resolve.space(asked).name == space
         return
@@ -345,7 +346,7 @@ def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, mo
     space, again = text.splitlines()
     subprocess.run(["bash", "-c", space], check=True)
     args = search.parser().parse_args(shlex.split(again)[2:])
-    assert make_plan(search.settings_from(args)).models[0].trials == ((config, key),)
+    assert make_plan(settings_from(vars(args))).models[0].trials == ((config, key),)
 
 
 def test_large_models_are_aligned_where_no_shape_is_named(
@@ -429,7 +430,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
-    assert [found for _, found in make_plan(search.settings_from(args)).models[0].trials] == [key]
+    assert [found for _, found in make_plan(settings_from(vars(args))).models[0].trials] == [key]
     config = next(config for config, _ in model.trials if config.name == names[0])  # the mean of its draws
     rows = frame(
         [TrialRecord(key=keys[names[0]], model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path
@@ -439,7 +440,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
     both = {keys["taylor-s16-n8"], keys["taylor-s16-n8-r2"]}
-    assert {found for _, found in make_plan(search.settings_from(args)).models[0].trials} == both
+    assert {found for _, found in make_plan(settings_from(vars(args))).models[0].trials} == both
     space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
     out = plan_text("--model", "tiny-llama", "--search-space", space)
     assert "4 runs of the sample text for each of: gradient (one per seq_len, seed, calibration)" in out

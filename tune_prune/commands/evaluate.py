@@ -11,57 +11,15 @@ import sys
 from dataclasses import asdict
 
 from tune_prune.commands import flags
+from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
-from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.core.parser import Once, Parser
 from tune_prune.core.store import open_store
 from tune_prune.core.terminal import say
 
 
-def parser() -> Parser:
-    p = Parser(
-        prog="tune-prune evaluate",
-        usage="--model NAME",
-        description="Test a model, original or pruned, as a search tests it: perplexity and accuracy on benchmarks.",
-        examples={
-            "--model DIR --limit 100": "a pruned model, on 100 questions of each benchmark",
-            "--model tiny-llama": "an original model, on all",
-            "--model DIR --kl": "and how far a pruned model is from its original",
-            "--model DIR --data-dir DATA --tasks boolq,piqa": "without a hub, two benchmarks",
-        },
-        common={
-            "what to test": ("--model", "--data-dir", "--tasks"),
-            "faster or more thorough": ("--limit", "--perplexity-tokens", "--kl"),
-            "where it runs": ("--device", "--memory", "--dtype"),
-            "what is kept": ("--output",),
-        },
-    )
-    p.add_argument("--model", type=flags.text, action=Once, required=True, metavar="NAME", help=flags.MODEL_HELP)
-    p.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
-    p.add_argument(
-        "--kl",
-        action="store_true",
-        help="for a pruned model, how far its predictions moved, too (KL; default: no)",
-    )
-    p.add_argument(
-        "--base",
-        type=flags.text,
-        metavar="DIR",
-        help="with --kl: where the original model is now, hub id, folder or GGUF file (default: where tune_prune.json says)",
-    )
-    flags.add_measurement_flags(p)
-    p.add_argument(
-        "--seed",
-        type=flags.whole_number(0, 2**32 - 1),
-        default=0,
-        metavar="S",
-        help="decides the order of the questions (default: 0)",
-    )
-    flags.add_memory_flag(p, "the measurement")
-    flags.add_device_flag(p)
-    p.add_argument("--output", type=flags.text, metavar="FILE", help="file for all numbers, as JSON")
-    return p
+def parser() -> CommandLine:
+    return CommandLine("evaluate")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,11 +33,8 @@ def _main(argv: list[str]) -> None:
     output = None if args.output is None else flags.record_file(args.output, "metrics", "an evaluation")
 
     from tune_prune.commands import api
-    from tune_prune.commands.names import check_names
 
-    if args.base is not None and not args.kl:
-        raise UserError("--base is read with --kl only; add --kl, or leave it out")
-    check_names([args.model], args.data_dir, args.tasks, None)
+    flags.check_names([args.model], args.data_dir, args.tasks, None)
     flags.limit_threads()
     model = api.open(
         args.model,

@@ -1,145 +1,58 @@
-"""What every command line shares: types of flags, and flags that several of them have."""
+"""What every command does around its work: how it runs and ends, and checks that need nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import dataclasses
 import gc
 import logging
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import wrapt
-
+from tune_prune.commands.option_kinds import Several, TaskName
 from tune_prune.core import machine
-from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
 from tune_prune.core.ending import exit_code
-from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, check_writable, parse_json
-from tune_prune.core.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.core.store import Location, location, open_store
 from tune_prune.core.terminal import say
-from tune_prune.pruning.methods import method_names
 
-_LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs
-MODEL_HELP = "alias (mistral, tiny-llama), hub id, folder or GGUF file"
-REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
-DTYPE_DEFAULT = "bfloat16 where weights are stored in 16 bits or fewer and the device is faster in it, else float32"
-RUN_DEFAULTS = {
-    "shape": "free, from 1B parameters on aligned",
-    "seed": "0",
-    "calibration": "embedded for toy models, else the text of --data-dir, else wikitext2",
-}
-CALIBRATION_HELP = (
-    "sample text, best of the kind that the model is for\n\nembedded, wikitext2, c4 or a text file, or several with + between "
-    f"them, in equal parts (default: {RUN_DEFAULTS['calibration']})"
-)
+if TYPE_CHECKING:
+    from tune_prune.tuning.plan import SearchSettings
+
+SEARCH = ("tune-prune", "search")
+task_names = Several(TaskName(), "boolq,piqa").read  # a type of a script's flag
 
 
-def add_measurement_flags(group: argparse._ActionsContainer) -> None:
-    """--data-dir, --trust-tasks, --tasks, --limit, --perplexity-window, --perplexity-tokens and --dtype: what a model is measured
-    on, the same for every command that measures."""
-    group.add_argument(
-        "--data-dir",
-        type=text,
-        metavar="DIR",
-        help="your own benchmarks and texts (docs/data.md)\n\n(default: those of the hub; toy models have theirs)",
-    )
-    group.add_argument(
-        "--trust-tasks",
-        action="store_true",
-        help="let task files of --data-dir run code, such as their own functions and metrics: for files that you trust (default: "
-        "refuse such files)",
-    )
-    group.add_argument(
-        "--tasks",
-        type=task_names,
-        metavar="A,B",
-        help=f"benchmarks to test on, with commas between them (default: {', '.join(ZERO_SHOT_TASKS)})",
-    )
-    group.add_argument(
-        "--limit",
-        type=whole_number(1, 10**9),
-        metavar="N",
-        help="ask only the first N questions of each benchmark: faster (default: all)",
-    )
-    group.add_argument(
-        "--perplexity-window",
-        type=whole_number(2, 10**6),
-        metavar="TOKENS",
-        help="tokens of each window of the perplexity text, at most what the model takes (default: 2048; for a toy model 128, as "
-        "it was trained; for a pruned checkpoint as recorded)",
-    )
-    group.add_argument(
-        "--perplexity-tokens",
-        type=whole_number(PERPLEXITY_TOKENS.low, PERPLEXITY_TOKENS.high),
-        metavar="N",
-        help="take only the first N tokens of the perplexity text: faster (default: all)",
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help=f"data type while it works (default: {DTYPE_DEFAULT})",
-    )
+def run(main: Callable[[], None]) -> int:
+    """Call `main` and return the exit code."""
+    # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines. Who sits at a
+    # terminal sees the hub's downloads, which may last longer than all the rest.
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that wait for each other sleep instead of spinning: the same bits, and where other programs want the CPUs too,
+    # tiny-llama's perplexity in two threads takes 0.5 s instead of up to 12.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.lastResort = _Warnings(logging.WARNING)
+    # torch and transformers make a million objects that stay to the end: looking through them for garbage again and again, and
+    # once more at the exit, takes a third of a short command's time.
+    gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
+    return exit_code(main)
 
 
-def add_device_flag(group: argparse._ActionsContainer) -> None:
-    """--device, for `models.loading.pick_device`."""
-    group.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where it runs; auto: on a GPU if there is one (default: %(default)s)",
-    )
+class _Warnings(logging.Handler):
+    """Prints a record that no other handler takes as a line like every other warning."""
 
-
-def add_memory_flag(group: argparse._ActionsContainer, of: str) -> None:
-    """--memory, in bytes."""
-    group.add_argument(
-        "--memory",
-        type=memory,
-        metavar="SIZE",
-        help=f"most memory for {of}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: "
-        "slower, with the same numbers.",
-    )
-
-
-def add_hyperparameter_flags(
-    group: argparse._ActionsContainer, names: Iterable[str], default: str | None = None
-) -> None:
-    """A flag for each of these rows of the table, and --align with the shape; `default` in words, else the row's."""
-    for row in (HYPERPARAMETERS[name] for name in names):
-        usual = "" if row.required else f" (default: {default or RUN_DEFAULTS.get(row.name, row.default)})"
-        name = row.name.rpartition("_")[2].upper()
-        metavar = name if len(name) < 8 else "VALUE"
-        choices = f": {', '.join(method_names())}" if row.name == "method" else ""
-        first, *values = f"{row.help}{choices}".split("\n")
-        shown = CALIBRATION_HELP if row.name == "calibration" else "\n".join([f"{first}{usual}", *values])
-        group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=shown)
-        if row.name == "shape":
-            group.add_argument(
-                "--align",
-                type=whole_number(1, 10**6),
-                metavar="N",
-                help="widths of MLPs are multiples of N, with --shape aligned (default: 64, from 1B parameters on 256) or uniform "
-                "(default: 1, from 1B parameters on 256); --shape aligned-N says the same",
-            )
-
-
-def _hyperparameter(row: Hyperparameter) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            return row.kind.read(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {row.kind}") from None
-
-    return parse
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"warning: {record.getMessage()}", sys.stderr)
 
 
 def limit_threads() -> None:
@@ -150,9 +63,39 @@ def limit_threads() -> None:
     torch.set_num_threads(min(torch.get_num_threads(), machine.cpus()))
 
 
+def check_names(models: Iterable[str], data_dir: str | None, tasks: tuple[str, ...] | None, text: str | None) -> None:
+    """Raise UserError unless models, --data-dir, tasks and calibration text are there; None: not asked for. Hub ids and tasks of
+    the hub are taken as they are. Needs no torch, whose import takes seconds that nobody should wait to read of a typo."""
+    from tune_prune.data import calibration, checks, task_files
+    from tune_prune.models import catalog
+
+    folder = checks.data_dir(data_dir)
+    for model in models:
+        embedded = catalog.resolve(model).kind == "embedded"
+        if tasks is not None:
+            task_files.check_tasks(task_files.TaskSource.of(folder, embedded and folder is None), tasks)
+        if text is not None:
+            calibration.resolve(text, folder, embedded)
+
+
+def settings_from(values: Mapping[str, Any]) -> SearchSettings:
+    """What a search is asked for, from the values of its options. Raises UserError for names that are unknown, before torch is
+    imported."""
+    if not values["model"]:
+        raise UserError(f"--model is missing (see {' '.join(SEARCH)} --help)")
+    check_names(values["model"], values["data_dir"], values["tasks"], values["calibration"])
+    from tune_prune.tuning import space
+
+    space.load(values["search_space"])
+    from tune_prune.tuning.plan import SearchSettings
+
+    fields = {"models": values["model"], "trial_timeout_s": values["trial_timeout"], **values}
+    return SearchSettings(**{field.name: fields[field.name] for field in dataclasses.fields(SearchSettings)})
+
+
 def record_file(asked: str, field: str, of: str) -> Location:
-    """Where the record that --output asks for goes. Raises UserError where nothing can be written: before the measurement, not
-    after it; and where a file is there that is no such record, which has `field` and is `of` something."""
+    """Return where the record that --output asks for goes. Raises UserError where nothing can be written: before the measurement,
+    not after it; and where a file is there that is no such record, which has `field` and is `of` something."""
     path = location(asked).expanduser().absolute()
     if not isinstance(path, Path):
         open_store(path.parent).check_writable()
@@ -166,8 +109,18 @@ def record_file(asked: str, field: str, of: str) -> Location:
     return path
 
 
+def output_file(text: str) -> Path:
+    """The type of a script's flag for a file that can be written: said before the measurement, not after it."""
+    path = Path(text)
+    if hindrance := _hindrance(path.absolute()):
+        raise argparse.ArgumentTypeError(f"{text!r} {hindrance}; name a file in an existing folder")
+    if path.exists() and not path.is_file():  # a device would be replaced
+        raise argparse.ArgumentTypeError(f"{text!r} is no file; name a file in an existing folder")
+    return path
+
+
 def _hindrance(path: Path) -> str:
-    """What is in the way of writing that file, as the rest of a clause; empty where nothing is."""
+    """Say what is in the way of writing that file, as the rest of a clause; empty where nothing is."""
     if path.is_dir():
         return "is a folder"
     if not path.parent.is_dir():
@@ -184,101 +137,3 @@ def _has(path: Path, field: str) -> bool:
         return path.is_file() and field in parse_json(path)
     except DamagedFile:
         return False
-
-
-def run(main: Callable[[], None]) -> int:
-    """Call `main` and return the exit code."""
-    # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines. Who sits at a
-    # terminal sees the hub's downloads, which may last longer than all the rest.
-    if sys.stderr is None or not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Threads that wait for each other sleep instead of spinning: the same bits, and where other programs want the CPUs too,
-    # tiny-llama's perplexity in two threads takes 0.5 s instead of up to 12.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    logging.lastResort = _Warnings(logging.WARNING)
-    if _LIBRARIES not in sys.modules:
-        # The million objects that it makes stay to the end. Not looked through for garbage again and again while they are made,
-        # nor once more at the exit, they save a third of a short command's time.
-        gc.disable()
-        wrapt.register_post_import_hook(_keep, _LIBRARIES)
-        atexit.register(gc.freeze)
-    try:
-        return exit_code(main)
-    finally:
-        gc.enable()
-
-
-class _Warnings(logging.Handler):
-    """What is logged, and what nobody else looks for: a line like every other warning."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(f"warning: {record.getMessage()}", sys.stderr)
-
-
-def _keep(_: ModuleType) -> None:
-    gc.freeze()
-    gc.enable()
-
-
-# Types of flags, for argparse: what is wrong with a value becomes part of the usage error.
-
-
-def text(value: str) -> str:
-    if not value.strip():
-        raise argparse.ArgumentTypeError("is empty; give a value or leave the flag out")
-    if value.startswith("~") and os.path.expanduser(value) == value:
-        raise argparse.ArgumentTypeError(f"{value!r} has no such home folder; write the whole path")
-    return value
-
-
-def output_file(text: str) -> Path:
-    """A file that can be written: what is wrong is said before the measurement, not after it."""
-    path = Path(text)
-    if hindrance := _hindrance(path.absolute()):
-        raise argparse.ArgumentTypeError(f"{text!r} {hindrance}; name a file in an existing folder")
-    if path.exists() and not path.is_file():  # a device would be replaced
-        raise argparse.ArgumentTypeError(f"{text!r} is no file; name a file in an existing folder")
-    return path
-
-
-def seconds(text: str) -> float:
-    value = _number(text)
-    if not 1 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 1e9, e.g. 3600")
-    return value
-
-
-def gigabytes(text: str) -> float:
-    value = _number(text)
-    if not 0.0001 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes from 0.0001 to 1e6, e.g. 5")
-    return value
-
-
-def memory(text: str) -> int:
-    try:
-        return machine.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def task_names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names no task; name at least one, e.g. boolq,piqa")
-    for name in names:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is not the name of a task; separate names by commas, e.g. boolq,piqa"
-            )
-    return names

@@ -12,10 +12,10 @@ import torch
 from tune_prune.checkpoint import generation_speed, layers
 from tune_prune.checkpoint.layers import sizes
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
+from tune_prune.commands.options import checked
 from tune_prune.core import speed_records
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.kinds import plain
 from tune_prune.core.records import StageReport
 from tune_prune.data.checks import check_data
 from tune_prune.evaluation.evaluation import Evaluation
@@ -55,12 +55,9 @@ def as_measured(run: ModelRun, limit: int | None, tasks: Sequence[str] | str | N
     """The settings of `run` for `limit` items of these `tasks` (None: all, the seven), once texts and tasks were found. Raises
     UserError."""
     usual = EvaluationProtocol()
-    protocol = replace(run.protocol, limit=plain(limit), seed=run.seed, tasks=usual.tasks, slices=usual.slices)
-    if tasks is not None:
-        names = tuple(str(name).strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
-        if not all(names) or not names:
-            raise UserError(f"tasks is {tasks!r}; name tasks with commas between them, or leave it out for the seven")
-        protocol = replace(protocol, tasks=names)
+    asked = checked("evaluate", {"limit": limit, "tasks": tasks})
+    protocol = replace(run.protocol, limit=asked["limit"], seed=run.seed, slices=usual.slices)
+    protocol = replace(protocol, tasks=usual.tasks if tasks is None else asked["tasks"])
     found = replace(run, protocol=protocol, calibration="embedded")  # nothing is calibrated: no text has to be there
     check_data(found)
     return found

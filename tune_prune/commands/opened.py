@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,11 +16,13 @@ from tune_prune import embedded
 from tune_prune.checkpoint.manifest import Format, Manifest, require_dense, verify
 from tune_prune.checkpoint.save import check_folder, save_checkpoint, shard_bytes_of
 from tune_prune.commands import measuring, prune_request
+from tune_prune.commands.options import checked, documented
 from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core import temporary
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EMBEDDED_DATA, ModelRun, PruningConfig
-from tune_prune.core.errors import UserError, require
+from tune_prune.core.errors import UserError
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import Location
 from tune_prune.data import calibration
@@ -100,6 +102,7 @@ class Model:
         """The model itself, a torch module in eval mode. Nothing may change its weights: pruned models share them."""
         return self.loaded().model
 
+    @documented("prune")
     def prune(
         self,
         method: str,
@@ -125,27 +128,15 @@ class Model:
     ) -> PrunedModel:
         """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
 
-        method           how groups are scored, such as taylor, blockwise, gate_fisher or block_influence (docs/methods.md)
-        ratio            fraction of ALL parameters to remove, above 0 and below 1
-        seq_len, num_samples    tokens per calibration sample, and samples; needed by every method that reads data
-        removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
-        removal_power, normalization, layer_cap    how much each layer gives (docs/methods.md, "Selection"); None: 1, none and 1
-        steps            in which the groups are removed, with statistics of what is left taken again between them; None: 1
-        shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform, the
-                         same in every layer; None: free, from 1B parameters on aligned
-        compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
-        damping, refit_tokens    of a refit: how strongly it keeps to the old weights, its calibration tokens; None: 0.1, 16,384
-        recovery         none, or lora: adapters are trained and merged; recovery_steps, _rate and _rank None: 100, 0.001 and 8
+        ratio            share of all parameters to remove (default: 0.2)
+        {options}
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
         Statistics of an earlier call, or of a search in ./ray_results, are used again. Raises UserError for a value out of bounds,
         a ratio that the model cannot give up, too short a text, and a model that is already pruned.
         """
-        values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
-        values |= dict(removal_divisor=removal_divisor, removal_power=removal_power, normalization=normalization)
-        values |= dict(layer_cap=layer_cap, compensation=compensation, damping=damping, refit_tokens=refit_tokens)
-        values |= dict(steps=steps, recovery=recovery, recovery_steps=recovery_steps)
-        values |= dict(recovery_rate=recovery_rate, recovery_rank=recovery_rank)
+        values = {name: value for name, value in locals().items() if name in HYPERPARAMETERS}
+        values["pruning_ratio"] = ratio
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
@@ -226,6 +217,7 @@ class Model:
         """Where the model is that a checkpoint was pruned from. Raises UserError where it is not known, or another one is there."""
         return measuring.base_of(self.label, self.manifest, self._base)
 
+    @documented("evaluate")
     def evaluate(
         self,
         limit: int | None = None,
@@ -236,10 +228,8 @@ class Model:
         """Perplexity and zero-shot accuracies (fractions, with standard errors), by the protocol of a search's trials: the numbers
         of a search's dense baseline.
 
-        limit     at most this many items per task, the first ones; None: all
-        tasks     names of zero-shot tasks, as a list or with commas between them; None: the seven of core.config.ZERO_SHOT_TASKS
+        {options}
         on_stage  is called with each stage's report as it ends; those of the zero-shot stages have the accuracies so far
-        kl        measure a checkpoint's KL divergence from the model that it was pruned from, too, as a search does
 
         Raises UserError where texts, tasks or that model are not available.
         """
@@ -318,6 +308,7 @@ class PrunedModel:
         """As `Model.evaluate` with `kl`: the numbers of its trial in a search, but for items_in_calibration, which that has."""
         return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self._recipe, on_stage)
 
+    @documented("prune")
     def save(
         self,
         folder: str | Path,
@@ -331,17 +322,13 @@ class PrunedModel:
         """Write it to `folder` as a checkpoint that loads elsewhere, whole or not at all; returns its Manifest (files, sizes,
         configuration, plan: tune_prune.json).
 
-        format     hf: layers as they are; hf-padded: zeros up to the widest layer, the family's own class; gguf: for llama.cpp
-        dtype      of the saved weights: float32, bfloat16 or float16; None: the base model's own
-        shard_gb   largest weight file, in gigabytes (10**9 bytes)
-        overwrite  replace an earlier checkpoint of tune_prune
-        measure    measure tokens per second and memory, dense beside pruned, and record them
+        {options}
 
         The weights are those of the base model, cut, refitted or trained. Raises UserError where `folder` exists or cannot be
         written, or where the format cannot hold the model (docs/checkpoints.md).
         """
-        require("format", format, get_args(Format))
-        require("dtype", dtype or "float32", ("float32", "bfloat16", "float16"))
+        asked = dict(format=format, dtype=dtype, shard_gb=shard_gb, overwrite=overwrite, measure=measure)
+        checked("prune", asked)
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
         kind = getattr(torch, dtype) if dtype else getattr(self.dense.hf_config, "dtype", None) or torch.float32

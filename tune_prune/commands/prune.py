@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.commands import flags
+from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.parser import Once, Parser
 from tune_prune.core.store import is_address
 from tune_prune.core.terminal import say
 from tune_prune.pruning.methods import load_method, read_by
@@ -33,88 +33,9 @@ if TYPE_CHECKING:
     from tune_prune.core.records import StageReport
     from tune_prune.pruning.groups import PruningPlan
 
-# The flags that --help shows, by wish; --help-all has all of them.
-COMMON = {
-    "the best of a search": ("--config", "--model"),
-    "what is saved": ("--output", "--format", "--measure"),
-    "without a search": (
-        *("--method", "--seq-len", "--num-samples", "--calibration", "--pruning-ratio", "--shape", "--compensation"),
-        "--recovery",
-    ),
-}
 
-
-def parser() -> Parser:
-    p = Parser(
-        prog="tune-prune prune",
-        usage="--config EXPERIMENT --output DIR",
-        description="Save a pruned model for transformers, vLLM or llama.cpp: the best of a search, or one by flags.",
-        examples={
-            "--config ray_results/NAME --output DIR": "the best of a search",
-            "--model tiny-llama --method taylor --seq-len 64 --num-samples 128 --output DIR": "one by flags",
-        },
-        common=COMMON,
-    )
-    p.add_argument(
-        "--output",
-        type=flags.text,
-        required=True,
-        metavar="DIR",
-        help="folder to write, a new one",
-    )
-    what = p.add_argument_group(
-        "what is pruned, and how: the best configuration of a search (--config), or one by flags"
-    )
-    what.add_argument(
-        "--config", type=flags.text, metavar="FILE",
-        help="a search, as ray_results/NAME, or best_config.json of an analysis",
-    )  # fmt: skip
-    what.add_argument(
-        "--model", type=flags.text, action=Once, metavar="NAME",
-        help=f"{flags.MODEL_HELP}; with --config one of "
-        "its models, as tiny-llama@0.3 (default: the only one)",
-    )  # fmt: skip
-    what.add_argument(
-        "--base", type=flags.text, metavar="DIR",
-        help="with --config: where the original model is now, hub id, folder or GGUF file (default: where it was)",
-    )  # fmt: skip
-    what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
-    flags.add_hyperparameter_flags(what, HYPERPARAMETERS)
-    what.add_argument(
-        "--data-dir",
-        type=flags.text,
-        metavar="DIR",
-        help="folder of your own texts, as in docs/data.md (default: none)",
-    )
-    how = p.add_argument_group("how it is saved")
-    how.add_argument(
-        "--format", choices=("hf", "hf-padded", "gguf"), default="hf", metavar="FORMAT",
-        help="""the files (default: %(default)s)
-        hf         for transformers and vLLM; of shape uniform for the others, too
-        hf-padded  a plain model of its family, zeros fill it up: hardly smaller
-        gguf       for llama.cpp and Ollama""",
-    )  # fmt: skip
-    how.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="data type of the saved weights (default: the original model's)",
-    )
-    how.add_argument(
-        "--shard-gb",
-        type=flags.gigabytes,
-        default=5.0,
-        metavar="GB",
-        help="largest size of a weight file, in 10^9 bytes (default: 5)",
-    )
-    how.add_argument("--overwrite", action="store_true", help="replace a pruned model at --output")
-    how.add_argument(
-        "--measure",
-        action="store_true",
-        help="also measure speed and memory, of the original model, too",
-    )
-    flags.add_memory_flag(how, "pruning")
-    flags.add_device_flag(how)
-    return p
+def parser() -> CommandLine:
+    return CommandLine("prune")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -235,11 +156,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raise UserError for flags that do not go together."""
     if args.config is not None:
         return
-    if args.base is not None:
-        raise UserError(f"--base {args.base} is for --config; name the model with --model")
-    from tune_prune.commands.names import check_names
-
-    check_names(filter(None, [args.model]), args.data_dir, None, args.calibration)
+    flags.check_names(filter(None, [args.model]), args.data_dir, None, args.calibration)
     read = HYPERPARAMETERS if args.method is None else load_method(args.method).hyperparameters
     needed = ("model", *(row.name for name, row in HYPERPARAMETERS.items() if row.required and name in read))
     missing = [_flag(name) for name in needed if getattr(args, name) is None]

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from tune_prune import __version__
 from tune_prune.commands import flags
-from tune_prune.commands.search_flags import COMMAND, parser, settings_from
-from tune_prune.core import ending, temporary, terminal
+from tune_prune.commands.options import CommandLine
+from tune_prune.core import ending, terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.records import failure_counts
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tune_prune.tuning.observers.json_log import JsonLog
     from tune_prune.tuning.plan import Plan, SearchSettings
 
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
 
 
@@ -43,44 +42,27 @@ def main(argv: list[str] | None = None) -> int:
     return flags.run(lambda: _main(argv))
 
 
+def parser() -> CommandLine:
+    return CommandLine("search")
+
+
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
-    if args.json and args.status is None:
-        raise UserError("--json is for --status; leave it out, or give --log-json for the events of a search")
     if args.status is not None:
         from tune_prune.commands import status
 
         say(status.shown(args.status, args.storage_path, args.json))
         return
-    if args.gpu and not args.dry_run:
-        raise UserError(
-            "--gpu plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"
-        )
-    with _compiled_code(), started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
+    with started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
         _search(args, argv, local_ray)
-
-
-@contextlib.contextmanager
-def _compiled_code() -> Iterator[None]:
-    """As it is imported, torch makes a folder for what it compiles, which is nothing here, beside the temporary ones: within this,
-    one that goes with them, also for workers of a local Ray."""
-    if _COMPILED in os.environ or "torch" in sys.modules:
-        yield
-        return
-    with temporary.folder() as folder:
-        os.environ[_COMPILED] = str(folder)
-        try:
-            yield
-        finally:
-            del os.environ[_COMPILED]
 
 
 def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | None) -> None:
     with terminal.shown(), terminal.waiting("starting: loading torch and transformers ..."):
-        settings = settings_from(args)
+        asked = flags.settings_from(vars(args))
     with _log(args.log_json) as log:
-        log.event("start", command=[*COMMAND, *argv], host=platform.node(), pid=os.getpid(), version=__version__)
-        _run(args, argv, settings, local_ray, log)
+        log.event("start", command=[*flags.SEARCH, *argv], host=platform.node(), pid=os.getpid(), version=__version__)
+        _run(args, argv, asked, local_ray, log)
 
 
 @contextlib.contextmanager
@@ -104,7 +86,7 @@ def _log(wanted: bool) -> Iterator[JsonLog]:
 def _run(
     args: argparse.Namespace,
     argv: list[str],
-    settings: SearchSettings,
+    asked: SearchSettings,
     local_ray: LocalRay | None,
     log: JsonLog,
 ) -> None:
@@ -119,7 +101,7 @@ def _run(
 
     trackers(args.track or (), "")  # their packages are there
     with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
-        plan = make_plan(settings, args.gpu)
+        plan = make_plan(asked, args.gpu)
     in_memory = str(plan.experiment_dir).startswith("memory://")
     if args.save_best and not isinstance(plan.experiment_dir, Path):
         afterwards = "leave it out, and keep the model afterwards with the line `keep` that the search ends with"
@@ -133,7 +115,7 @@ def _run(
         say("\ndry run: nothing was started")
         return
     say()
-    command, started = [*COMMAND, *argv], time.monotonic()
+    command, started = [*flags.SEARCH, *argv], time.monotonic()
     again = shlex.join(command)
     kept = ending.advised(f"finished trials are kept; to go on, run the same command again:\n  {again}")
 

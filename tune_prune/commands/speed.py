@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from tune_prune.commands import flags
+from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
-from tune_prune.core.errors import UserError, did_you_mean, whole_number
+from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import DamagedFile, parse_json, to_json
-from tune_prune.core.parser import Once, Parser
 from tune_prune.core.store import PLAN, SPEED, TRIALS, Location, Store, location, open_store
 from tune_prune.core.terminal import say
 
@@ -30,65 +30,8 @@ if TYPE_CHECKING:
 BATCH = 1  # of what a person waits for; throughput of large batches is another question
 
 
-def parser() -> Parser:
-    p = Parser(
-        prog="tune-prune speed",
-        usage="(--config EXPERIMENT | --model DIR)",
-        description="Measure how fast pruned models read a prompt and write an answer, beside their original, in turns.",
-        examples={
-            "--config ray_results/NAME": "the best ones of a search; then run tune-prune analysis again",
-            "--model DIR": "a pruned model",
-            "--model DIR --prompt-tokens 2048 --new-tokens 128 --device cuda": "for longer requests, on a GPU",
-        },
-        common={
-            "what to measure": ("--config", "--model", "--all"),
-            "your requests": ("--prompt-tokens", "--new-tokens"),
-            "where it runs": ("--device", "--dtype"),
-            "surer, and what is kept": ("--repeats", "--output"),
-        },
-    )
-    p.add_argument(
-        "--config",
-        type=flags.text,
-        metavar="FOLDER",
-        help="a search: measure its best configurations, and keep the speeds there",
-    )
-    p.add_argument(
-        "--model", type=flags.text, action=Once, metavar="NAME",
-        help=f"{flags.MODEL_HELP}; with --config one of its models, as tiny-llama@0.3 (default: all)",
-    )  # fmt: skip
-    p.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
-    p.add_argument(
-        "--base", type=flags.text, metavar="DIR",
-        help="where the original model is now, hub id, folder or GGUF file (default: where tune_prune.json or the search says)",
-    )  # fmt: skip
-    p.add_argument(
-        "--all", action="store_true",
-        help="with --config: every complete configuration (default: what a rule of tune-prune analysis chooses)",
-    )  # fmt: skip
-    p.add_argument("--overwrite", action="store_true", help="with --config: measure anew what was measured")
-    p.add_argument(
-        "--prompt-tokens", type=whole_number(1, 10**6), default=512, metavar="N",
-        help="tokens of the prompt, at most what the model takes (default: %(default)s)",
-    )  # fmt: skip
-    p.add_argument(
-        "--new-tokens", type=whole_number(1, 10**6), default=64, metavar="N",
-        help="tokens of the answer (default: %(default)s)",
-    )  # fmt: skip
-    p.add_argument(
-        "--repeats", type=whole_number(1, 1000), default=5, metavar="N",
-        help="times that both models take their turn, after one that does not count (default: %(default)s)",
-    )  # fmt: skip
-    p.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help=f"data type of the weights (default: {flags.DTYPE_DEFAULT}; of a search as it was run)",
-    )
-    flags.add_device_flag(p)
-    p.add_argument(
-        "--output", type=flags.text, metavar="FILE", help="with --model alone: file for all numbers, as JSON"
-    )
-    return p
+def parser() -> CommandLine:
+    return CommandLine("speed")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,13 +52,8 @@ def _main(argv: list[str]) -> None:
 
 def _of_checkpoint(args: argparse.Namespace) -> None:
     """A pruned checkpoint beside its dense model; any other model alone."""
-    for name in ("all", "overwrite"):
-        if getattr(args, name):
-            raise UserError(f"--{name} is for --config; leave it out")
     output = None if args.output is None else flags.record_file(args.output, "prefill_tokens_per_s", "a speed")
-    from tune_prune.commands.names import check_names
-
-    check_names([args.model], None, None, None)
+    flags.check_names([args.model], None, None, None)
     flags.limit_threads()
 
     from tune_prune.checkpoint import generation_speed, layers

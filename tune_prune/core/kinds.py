@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Protocol
+
+from tune_prune.core.errors import did_you_mean
 
 # What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
 SHAPES = ("free", "aligned", "uniform")
@@ -29,6 +32,14 @@ class Kind(Protocol):
 
     def holds(self, value: Any) -> bool:
         """Whether a configuration may have that value."""
+
+    def of(self, value: Any) -> Any:
+        """The value that a Python caller asks for; ValueError where it is none."""
+        if self.is_text and isinstance(value, str):
+            return self.read(value)
+        if not self.holds(value):
+            raise ValueError(value)
+        return value
 
     def short(self, value: Any) -> str:
         """The value in names, also of files."""
@@ -69,6 +80,11 @@ class Fraction(Kind):
             raise ValueError(text)
         return value
 
+    def of(self, value: Any) -> float:
+        if not self.holds(value) or not value:
+            raise ValueError(value)
+        return value
+
     def holds(self, value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
@@ -107,6 +123,10 @@ class Choice(Kind):
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, str) and value in self.names
+
+    def unknown(self, value: object) -> str:
+        """What is wrong with a value that is none of them, as a clause."""
+        return f"unknown value {value!r}; {did_you_mean(str(value), self.names)}"
 
 
 class ShapeName(Kind):
@@ -167,6 +187,7 @@ def texts_of(source: str) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """Python's own number for one of numpy, as tables of results have them; anything else as it is."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "size", 1) == 1 else value
+    """Return Python's own value for one of numpy, a list for an array, and the text of a path; anything else as it is."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -17,42 +17,6 @@ from tune_prune import __version__
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
-# Flag -> what other programs call it, where that is spelt otherwise. The first flag counts that the command has.
-OTHER_NAMES = {
-    "--model": "checkpoint pretrained",
-    "--pruning-ratio": "amount compression percent ratio sparsity sparsity-ratio",
-    "--method": "algorithm pruner pruner-type sparsity-type",
-    "--num-trials": "budget",
-    "--search": "algorithm sampler strategy",
-    "--search-space": "config grid",
-    "--scheduler": "early-stopping racing",
-    "--gpus-per-trial": "num-gpus",
-    "--cpus-per-trial": "jobs n-jobs num-cpus num-workers workers",
-    "--device": "accelerator cuda gpu gpus",
-    "--calibration": "dataset",
-    "--limit": "max-items max-samples num-items samples",
-    "--dtype": "bf16 fp16 precision",
-    "--storage-path": "out output output-dir output-path results-dir",
-    "--output": "out results-dir save save-dir save-model storage-path",
-    "--name": "experiment",
-    "--overwrite": "force",
-    "--measure": "benchmark speed",
-}
-_EVALUATE = "to measure a model is a command of its own, tune-prune evaluate --model NAME"
-# What other programs need a flag for and no command here does, and why.
-NOT_NEEDED = {
-    "batch-size": "batches are sized by the device and the model",
-    "cache-dir": "downloads go where the environment variable HF_HOME says",
-    "continue": "the same command goes on",
-    "resume": "the same command goes on",
-    "eval": _EVALUATE,
-    "eval-zero-shot": _EVALUATE,
-    "evaluate": _EVALUATE,
-    "num-fewshot": "the tasks are zero-shot",
-}
-# What other programs call a value -> what it is called here.
-OTHER_VALUES = {"bayesian": "optuna", "gpu": "cuda", "hyperband": "asha", "safetensors": "hf", "tpe": "optuna"}
-
 _EXIT_CODES = """exit codes:
   0    done
   1    the machine could not do it, or a defect (with a traceback)
@@ -119,8 +83,9 @@ class Parser(argparse.ArgumentParser):
         return page.format_help()
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse; but a misspelt flag is reported before the one that is missing for it."""
+        """Parse as argparse does; but a misspelt flag is reported before the one that is missing for it."""
         args = sys.argv[1:] if args is None else list(args)
+        # Such letters stand for bytes that are no text, which records, logs and the terminal could not hold.
         if strange := [text for text in args if any("\ud800" <= letter <= "\udfff" for letter in text)]:
             raise UserError(f"{strange[0]!r} is no UTF-8 text, which names in records are; rename that file or folder")
         known = self._option_string_actions
@@ -131,7 +96,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = did_you_mean(OTHER_VALUES.get(value, value), action.choices)
+            known = did_you_mean(value, action.choices)
             raise argparse.ArgumentError(action, f"unknown value {value!r}; {known}")
 
     def error(self, message: str) -> NoReturn:
@@ -151,12 +116,17 @@ class _Page(argparse.RawDescriptionHelpFormatter):
         self._whole = whole
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        lines: list[str] = []
-        paragraphs = text.split("\n\n") if self._whole else [text.partition("\n\n")[0]]
-        for line in map(str.strip, "\n".join(paragraphs).splitlines()):
-            column = re.match(r"\S+ {2,}|", line).end()  # type: ignore[union-attr]
-            lines += textwrap.wrap(line, width, subsequent_indent=" " * column, break_on_hyphens=False)
-        return lines
+        paragraphs = text if self._whole else text.partition("\n\n")[0]
+        return help_lines(paragraphs, width)
+
+
+def help_lines(text: str, width: int) -> list[str]:
+    """Wrap the help of a flag: a row for every line of it, whose name of a value stays in a column of its own."""
+    lines: list[str] = []
+    for row in filter(None, map(str.strip, text.splitlines())):
+        column = re.match(r"\S+ {2,}|", row).end()  # type: ignore[union-attr]
+        lines += textwrap.wrap(row, width, subsequent_indent=" " * column, break_on_hyphens=False)
+    return lines
 
 
 class Once(argparse.Action):
@@ -201,24 +171,21 @@ def _version(package: str) -> str:
 
 
 def _flags(arguments: Sequence[str]) -> list[str]:
-    """What argparse takes for flags, without their values."""
+    """The flags of a line as argparse takes them, without their values."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return [text.partition("=")[0] for text in before if re.match(r"--?[^-\d]", text) and " " not in text]
 
 
 def _unknown_flag(flag: str, known: Iterable[str]) -> str:
-    """A clause that says what to write instead."""
+    """A clause that says what to write instead of a flag that is not known."""
     name = flag.lstrip("-").lower().replace("_", "-")
     flags = [text for text in known if text.startswith("--") and text not in ("--help", "--help-all", "--version")]
-    if name in NOT_NEEDED:
-        return f"{flag} is not needed: {NOT_NEEDED[name]}"
     key = name.replace("-", "_")
     if key in HYPERPARAMETERS and "--search-space" in flags and f"--{name}" not in flags:
         return (
             f"{flag} is a key of search spaces: write `{key}: [...]` into a YAML file and name it with --search-space"
         )
-    close = [text for text in flags if name in OTHER_NAMES.get(text, "").split()][:1]
-    close = close or [text for text in flags if text.startswith(f"--{name}")]  # -m
+    close = [text for text in flags if text.startswith(f"--{name}")]  # -m
     close = close or difflib.get_close_matches(f"--{name}", flags, n=1)
     hint = f", did you mean {' or '.join(close)}?" if close else ""
     return f"unknown flag {flag}{hint}"

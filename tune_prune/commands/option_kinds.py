@@ -1,0 +1,182 @@
+"""What values options take, beside the kinds that hyperparameters have (core/kinds.py).
+
+`read` makes a value of a command line's text, `of` checks one that a Python caller gives. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tune_prune.core import machine
+from tune_prune.core.kinds import Choice, Kind, plain
+
+
+class Wrong(argparse.ArgumentTypeError):
+    """What is wrong with a value, as the rest of a sentence that begins with the option; argparse understands it, too."""
+
+
+class _Written(Kind):
+    """Values that Python callers write as text, too."""
+
+    is_text = True
+
+    def holds(self, value: Any) -> bool:
+        return False
+
+
+class Switch(Kind):
+    """True or False; on a command line a flag without a value."""
+
+    is_text = False
+
+    def __str__(self) -> str:
+        return "True or False"
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int) and value in (0, 1)
+
+    def of(self, value: Any) -> bool:
+        return bool(super().of(value))
+
+
+class Text(_Written):
+    """A name, a path or an address."""
+
+    def __str__(self) -> str:
+        return "a text or a path"
+
+    def read(self, text: str) -> str:
+        if not text.strip():
+            raise Wrong("is empty; give a value or leave the flag out")
+        if text.startswith("~") and os.path.expanduser(text) == text:
+            raise Wrong(f"{text!r} has no such home folder; write the whole path")
+        return text
+
+
+class TaskName(Kind):
+    """The name of a benchmark; which ones there are is not known here."""
+
+    is_text = True
+
+    def __str__(self) -> str:
+        return "the name of a task"
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value) is not None
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """Numbers within bounds, both included; `words` names them with their unit and an example."""
+
+    low: float
+    high: float
+    words: str
+    is_text = False
+
+    def __str__(self) -> str:
+        return self.words
+
+    def read(self, text: str) -> float:
+        return self.of(float(text))
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and self.low <= value <= self.high
+
+
+class Size(Kind):
+    """An amount of memory in bytes; as text with a unit."""
+
+    is_text = True
+
+    def __str__(self) -> str:
+        return f"a whole number of bytes from {2**20} to {2**50}, or a text such as 20GiB"
+
+    def read(self, text: str) -> int:
+        try:
+            return machine.parse_size(text)
+        except ValueError as error:
+            raise Wrong(str(error)) from None
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 2**20 <= value <= 2**50
+
+
+@dataclass(frozen=True)
+class Amount(_Written):
+    """CPUs or GPUs of a trial: a whole number or 1/k, or auto, which is None. `name`: of the option."""
+
+    name: str
+    allow_zero: bool
+
+    def __str__(self) -> str:
+        return "a number or auto"
+
+    def read(self, text: str) -> float | None:
+        return self._parsed(text, f"--{self.name.replace('_', '-')}")
+
+    def of(self, value: Any) -> float | None:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError(value)
+        return self._parsed(value, self.name)
+
+    def _parsed(self, value: float | str, name: str) -> float | None:
+        from tune_prune.tuning.resources import parse_amount
+
+        return parse_amount(value, name, allow_zero=self.allow_zero)
+
+
+class GpuKind(_Written):
+    """A GPU that a plan is made for, a tuning.gpus.Card."""
+
+    def __str__(self) -> str:
+        return "the name of a GPU"
+
+    def read(self, text: str) -> Any:
+        from tune_prune.tuning.gpus import parse_card
+
+        try:
+            return parse_card(text)
+        except ValueError as error:
+            raise Wrong(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Several(_Written):
+    """Values of a kind, as a tuple that has each once; as text with commas between them, unless there is no `example` of that."""
+
+    kind: Kind
+    example: str = ""
+    least: int = 1  # of them in a Python list
+
+    def __str__(self) -> str:
+        return f"a list, each of it {self.kind}"
+
+    def read(self, text: str) -> tuple[Any, ...]:
+        if not self.example:
+            return (self.kind.read(text),)
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:
+            raise Wrong(f"{text!r} names none; name at least one, e.g. {self.example}")
+        values = []
+        for part in parts:
+            try:
+                values.append(self.kind.read(part))
+            except ValueError:
+                if isinstance(self.kind, Choice):
+                    raise Wrong(self.kind.unknown(part)) from None
+                raise Wrong(f"{part!r} is not {self.kind}; separate values by commas, e.g. {self.example}") from None
+        return tuple(dict.fromkeys(values))
+
+    def of(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str):
+            return self.read(value)
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(value)
+        if len(value) < self.least:
+            raise Wrong(f"{value!r} names none; name at least one")
+        return tuple(dict.fromkeys(self.kind.of(plain(one)) for one in value))

@@ -1,0 +1,712 @@
+"""The table of options: each option of each command once, with its values, its default and its help.
+
+The command lines (`CommandLine`), the keywords of the Python API (`checked`), their docstrings (`documented`) and "did you mean"
+come from it. A flag is an option's name with dashes: `num_trials` is `--num-trials`. A value that a Python caller gives is checked
+by the same bounds as one on a command line, and never becomes text. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from tune_prune.commands.option_kinds import Amount, GpuKind, Number, Several, Size, Switch, TaskName, Text, Wrong
+from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
+from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Choice, Kind, Whole, plain
+from tune_prune.core.measures import MEASURES
+from tune_prune.core.parser import Once, Parser, help_lines
+from tune_prune.pruning.methods import method_names
+
+TRACKERS = ("mlflow", "wandb")  # tuning.observers.tracking.TRACKERS, without its imports
+RUN_DEFAULTS = {
+    "shape": "free, from 1B parameters on aligned",
+    "seed": "0",
+    "calibration": "embedded for toy models, else the text of --data-dir, else wikitext2",
+}
+_DTYPE_DEFAULT = "bfloat16 where weights are stored in 16 bits or fewer and the device is faster in it, else float32"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the table. `help`: --help prints its first paragraph, --help-all and docstrings all of it."""
+
+    name: str  # of the keyword
+    kind: Kind
+    help: str
+    default: Any = None
+    metavar: str = ""
+    required: bool = False
+    once: bool = False  # is refused when it is given again, as another command takes several
+    again: bool = False  # may be given again for more; its kind is Several
+    keyword: bool = True  # is one in Python, too
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    def read(self, text: str) -> Any:
+        """The value of a command line's text. Raises UserError, whose sentence begins with the flag."""
+        try:
+            return self.kind.read(text)
+        except UserError:
+            raise
+        except Wrong as wrong:
+            raise UserError(f"{self.flag}: {wrong}") from None
+        except ValueError:
+            clause = self.kind.unknown(text) if isinstance(self.kind, Choice) else f"{text!r} is not {self.kind}"
+            raise UserError(f"{self.flag}: {clause}") from None
+
+    def of(self, value: Any) -> Any:
+        """The value of a Python caller's, which may be numpy's. Raises UserError, whose sentence begins with the name."""
+        if value is None and self.default is None:
+            return None
+        try:
+            return self.kind.of(plain(value))
+        except UserError:
+            raise
+        except Wrong as wrong:
+            raise UserError(f"{self.name}: {wrong}") from None
+        except ValueError:
+            if isinstance(self.kind, Choice):
+                raise UserError(f"{self.name} is {value!r}; {did_you_mean(str(value), self.kind.names)}") from None
+            raise UserError(f"{self.name} is {value!r}; it must be {self.kind}") from None
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the help of a command says besides its options.
+
+    usage     the arguments that must be given
+    examples  arguments, and what they do, the best first
+    common    by wish the flags that --help shows; --help-all has all of them
+    groups    all options, by the title of their paragraph
+    """
+
+    usage: str
+    description: str
+    examples: Mapping[str, str]
+    common: Mapping[str, tuple[str, ...]]
+    groups: Mapping[str, tuple[Option, ...]]
+
+
+def _hyperparameter(name: str, default: str = "") -> Option:
+    """The option of a row of HYPERPARAMETERS; `default`: in words, where it is not the row's."""
+    row = HYPERPARAMETERS[name]
+    usual = "" if row.required else f" (default: {default or RUN_DEFAULTS.get(name, row.default)})"
+    choices = f": {', '.join(method_names())}" if name == "method" else ""
+    first, *values = f"{row.help}{choices}".split("\n")
+    metavar = name.rpartition("_")[2].upper()
+    return Option(
+        name,
+        row.kind,
+        "\n".join([f"{first}{usual}", *values]),
+        metavar=metavar if len(metavar) < 8 else "VALUE",
+    )
+
+
+# Options that several commands have; `replace` changes a help or a default.
+MODEL = Option(
+    "model",
+    Text(),
+    "alias (mistral, tiny-llama), hub id, folder or GGUF file",
+    metavar="NAME",
+    once=True,
+)
+REVISION = Option("revision", Text(), "branch, tag or commit of a hub model (default: main)", metavar="REV")
+BASE = Option("base", Text(), "where the original model is now, hub id, folder or GGUF file", metavar="DIR")
+ALIGN = Option(
+    "align",
+    Whole(1, 10**6),
+    "widths of MLPs are multiples of N, with --shape aligned (default: 64, from 1B parameters on 256) or uniform (default: 1, "
+    "from 1B parameters on 256); --shape aligned-N says the same",
+    metavar="N",
+)
+CALIBRATION = Option(
+    "calibration",
+    HYPERPARAMETERS["calibration"].kind,
+    "sample text, best of the kind that the model is for\n\nembedded, wikitext2, c4 or a text file, or several with + between "
+    f"them, in equal parts (default: {RUN_DEFAULTS['calibration']})",
+    metavar="TEXT",
+)
+SEED = Option("seed", Whole(0, 2**32 - 1), "decides the order of the questions (default: 0)", 0, "S")
+DTYPE = Option("dtype", Choice(("float32", "bfloat16")), f"data type while it works (default: {_DTYPE_DEFAULT})")
+DEVICE = Option(
+    "device",
+    Choice(("auto", "cpu", "cuda")),
+    "where it runs; auto: on a GPU if there is one (default: %(default)s)",
+    "auto",
+)
+MEMORY = Option(
+    "memory",
+    Size(),
+    "most memory for {}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: slower, with the "
+    "same numbers.",
+    metavar="SIZE",
+)
+OVERWRITE = Option("overwrite", Switch(), "replace a pruned model at --output", False)
+# What a model is measured on, the same for every command that measures
+DATA_DIR = Option(
+    "data_dir",
+    Text(),
+    "your own benchmarks and texts (docs/data.md)\n\n(default: those of the hub; toy models have theirs)",
+    metavar="DIR",
+)
+MEASURED_ON = (
+    DATA_DIR,
+    Option(
+        "trust_tasks",
+        Switch(),
+        "let task files of --data-dir run code, such as their own functions and metrics: for files that you trust (default: refuse "
+        "such files)",
+        False,
+    ),
+    Option(
+        "tasks",
+        Several(TaskName(), "boolq,piqa"),
+        f"benchmarks to test on, with commas between them (default: {', '.join(ZERO_SHOT_TASKS)})",
+        metavar="A,B",
+    ),
+    Option(
+        "limit",
+        Whole(1, 10**9),
+        "ask only the first N questions of each benchmark: faster (default: all)",
+        metavar="N",
+    ),
+    Option(
+        "perplexity_window",
+        Whole(2, 10**6),
+        "tokens of each window of the perplexity text, at most what the model takes (default: 2048; for a toy model 128, as it was "
+        "trained; for a pruned checkpoint as recorded)",
+        metavar="TOKENS",
+    ),
+    Option(
+        "perplexity_tokens",
+        PERPLEXITY_TOKENS,
+        "take only the first N tokens of the perplexity text: faster (default: all)",
+        metavar="N",
+    ),
+    DTYPE,
+)
+
+
+def _memory(of: str) -> Option:
+    return replace(MEMORY, help=MEMORY.help.format(of))
+
+
+SEARCH = Command(
+    usage="--model NAME",
+    description="Try many ways to prune a model, test each, and report the best.\n"
+    "Stop it at any time: the same command goes on where it stopped.",
+    examples={
+        "--model tiny-llama --search-space smoke": "a first try, in a minute on a CPU",
+        "--model mistral --dry-run": "what it will do, and what that costs",
+        "--model DIR --data-dir DATA --gpus-per-trial 0.5": "no hub, two trials share a GPU",
+    },
+    common={
+        "what to prune": ("--model", "--search-space"),
+        "how much, and for where (this cannot be changed after a search)": ("--pruning-ratio", "--shape"),
+        "faster or more thorough": (
+            *("--limit", "--inline", "--gpus-per-trial", "--calibration", "--recover"),
+            "--draws",
+        ),
+        "before you start, and while it runs": ("--data-dir", "--dry-run", "--gpu", "--status"),
+    },
+    groups={
+        "what is searched": (
+            replace(MODEL, kind=Several(Text()), help=f"{MODEL.help}; again for more", once=False, again=True),
+            REVISION,
+            Option(
+                "search_space",
+                Text(),
+                """which ways to try (default: %(default)s)
+                recommended  12, the best in our tests: start here with a real model
+                paper_grid   45, those of a published search (docs/methods.md)
+                smoke        6, quick: does everything work?
+                FILE.yaml    your own (docs/search_spaces.md)
+
+                minimal      3, with little sample text
+                control      1, removes at random: what every method must beat
+                adaptive     297, of which Optuna tries 20
+                extended     450, of which Optuna tries 60""",
+                "paper_grid",
+                "SPACE",
+            ),
+            Option(
+                "search",
+                Choice(("grid", "optuna")),
+                """how configurations are chosen from the search space (default: as the space says)
+                grid    try every one
+                optuna  let Optuna's TPE sampler choose --num-trials of them""",
+                metavar="HOW",
+            ),
+            Option(
+                "num_trials",
+                Whole(1, 10**9),
+                "with optuna: trials of each model, pruning ratio and training (default: as the space says, else 20)",
+                metavar="N",
+            ),
+            Option(
+                "objective",
+                Choice(tuple(MEASURES)),
+                """what optuna looks for and chooses the best by; after a grid: analysis --rule (default: %(default)s)
+                accuracy      share of questions answered right
+                perplexity    how well it predicts text
+                gold_logprob  how likely it finds the right answers; tells models apart where accuracy is guessing
+                kl            distance from the original model's predictions, mean of text and questions""",
+                "accuracy",
+                "SCORE",
+            ),
+            _hyperparameter("pruning_ratio", "as the space says, else 0.2"),
+            _hyperparameter("shape", "as the space says, else free, from 1B aligned"),
+            ALIGN,
+            Option(
+                "seeds",
+                Several(HYPERPARAMETERS["seed"].kind, "0,1,2"),
+                "run every configuration once with each of these values of --seed, e.g. 0,1,2, and report the mean: how much does "
+                "luck matter? (default: as the space says, else --seed alone)",
+                metavar="A,B",
+            ),
+            Option(
+                "draws",
+                Whole(2, 100),
+                "repeat what could still be the best, up to N runs with other sample text\n\n(default: one run; less work than "
+                "--seeds)",
+                metavar="N",
+            ),
+            Option(
+                "draws_by",
+                Choice(("accuracy", "gold_logprob", "kl")),
+                """the score by which --draws decides what could still be the best (default: %(default)s)
+                accuracy      share of questions answered right
+                gold_logprob  how likely the right answers are
+                kl            distance from the original model's predictions, mean of text and questions""",
+                "accuracy",
+                "SCORE",
+            ),
+            Option(
+                "recover",
+                Whole(1, 1000),
+                "at the end, train the N best briefly to imitate the original; try 2\n\nUp to N of each model and pruning ratio "
+                "that could still be the best: docs/methods.md, Recovery (default: as the space says)",
+                metavar="N",
+            ),
+        ),
+        "what it is measured on": (
+            CALIBRATION,
+            *MEASURED_ON,
+            replace(
+                SEED,
+                help="number that decides which pieces of sample text are taken (unless --seeds says more), the order of questions "
+                "and Optuna's choices: the same number, the same results (default: 0)",
+            ),
+        ),
+        "how it runs": (
+            Option(
+                "scheduler",
+                Choice(("none", "race", "race-gold", "asha")),
+                """stop hopeless trials early; not with several --seeds (default: %(default)s)
+                none       test all of them in full
+                race       stop one that is, with 95%% confidence, not the most accurate
+                race-gold  the same by how likely right answers are: takes fewer questions, but may stop the most accurate
+                asha       stop the weaker half after a quarter and after half of the questions""",
+                "none",
+                "RULE",
+            ),
+            Option(
+                "kl_filter",
+                Switch(),
+                "skip the slow tests of a pruned model whose KL, on text and on questions, is over 1.5 times the median of at "
+                "least 5 trials before it (docs/methods.md); not with several --seeds",
+                False,
+            ),
+            _memory("a trial"),
+            Option(
+                "gpus_per_trial",
+                Amount("gpus_per_trial", allow_zero=True),
+                "0.25: four trials share a GPU; 2: one is spread over two (default: auto)\n\nauto goes by the memory that a trial "
+                "needs, 0 uses none.",
+                "auto",
+                "X",
+            ),
+            Option(
+                "cpus_per_trial",
+                Amount("cpus_per_trial", allow_zero=False),
+                "CPUs and threads of a trial (default: auto, 1, or up to 4 where it has a GPU)",
+                "auto",
+                "X",
+            ),
+            Option(
+                "trial_timeout",
+                Number(1, 1e9, "a number of seconds from 1 to 1e9, e.g. 3600"),
+                "end a trial that takes longer, and record it as failed (hung); what prepares the trials is tried once more "
+                "(default: no limit)",
+                metavar="SECONDS",
+            ),
+            Option("inline", Switch(), "one trial after the other, without Ray; the same results", False),
+            Option(
+                "address",
+                Text(),
+                "a Ray cluster that runs, or auto for one started on this machine (default: start an own Ray)",
+                metavar="HOST:PORT",
+            ),
+            Option(
+                "storage_path",
+                Text(),
+                "folder of all experiments, or s3://bucket/prefix or gs://bucket/prefix (default: %(default)s)",
+                "ray_results",
+                "DIR",
+            ),
+            Option(
+                "name",
+                Text(),
+                "name of the experiment, a folder in --storage-path (default: of model, ratio, search space, shape, limit and "
+                "tokens)",
+                metavar="NAME",
+            ),
+            Option(
+                "save_best",
+                Switch(),
+                "at the end, save the best pruned model of each model to best/ in the experiment",
+                False,
+                keyword=False,
+            ),
+            Option(
+                "dry_run",
+                Switch(),
+                "check everything, say whether it fits and how long it takes, and stop",
+                False,
+                keyword=False,
+            ),
+            Option(
+                "verbose",
+                Switch(),
+                "print the whole plan: time, tokens and memory of each stage",
+                False,
+                keyword=False,
+            ),
+            Option(
+                "gpu",
+                GpuKind(),
+                "with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB\n\n(docs/costs.md has the kinds; "
+                "default: what is here)",
+                metavar="KIND",
+                keyword=False,
+            ),
+        ),
+        "how it is followed": (
+            Option(
+                "status",
+                Text(),
+                "how far the search of that name is; reads only, at any time\n\nNAME may be a path; from any machine that sees the "
+                "storage: trials done, running and failed, the best so far, time left, GPU-hours.",
+                metavar="NAME",
+                keyword=False,
+            ),
+            Option("json", Switch(), "with --status: one JSON object instead of text", False, keyword=False),
+            Option(
+                "log_json",
+                Switch(),
+                "write one JSON object a line to standard output (docs/watching.md): start, plan, stages, ends of trials; text "
+                "goes to standard error",
+                False,
+                keyword=False,
+            ),
+            Option(
+                "track",
+                Several(Choice(TRACKERS), "mlflow,wandb", least=0),
+                "write every trial as a run of mlflow or wandb, too, or of both (mlflow,wandb); each where its own environment "
+                "variables say, else below this folder and offline (default: neither)",
+                metavar="NAME",
+                again=True,
+            ),
+        ),
+    },
+)
+
+PRUNE = Command(
+    usage="--config EXPERIMENT --output DIR",
+    description="Save a pruned model for transformers, vLLM or llama.cpp: the best of a search, or one by flags.",
+    examples={
+        "--config ray_results/NAME --output DIR": "the best of a search",
+        "--model tiny-llama --method taylor --seq-len 64 --num-samples 128 --output DIR": "one by flags",
+    },
+    common={
+        "the best of a search": ("--config", "--model"),
+        "what is saved": ("--output", "--format", "--measure"),
+        "without a search": (
+            *("--method", "--seq-len", "--num-samples", "--calibration", "--pruning-ratio", "--shape"),
+            *("--compensation", "--recovery"),
+        ),
+    },
+    groups={
+        "options": (Option("output", Text(), "folder to write, a new one", metavar="DIR", required=True),),
+        "what is pruned, and how: the best configuration of a search (--config), or one by flags": (
+            Option(
+                "config",
+                Text(),
+                "a search, as ray_results/NAME, or best_config.json of an analysis",
+                metavar="FILE",
+            ),
+            replace(
+                MODEL, help=f"{MODEL.help}; with --config one of its models, as tiny-llama@0.3 (default: the only one)"
+            ),
+            replace(BASE, help=f"with --config: {BASE.help} (default: where it was)"),
+            REVISION,
+            *(
+                option
+                for name in HYPERPARAMETERS
+                for option in (
+                    replace(CALIBRATION, metavar="VALUE") if name == "calibration" else _hyperparameter(name),
+                    *([ALIGN] if name == "shape" else []),
+                )
+            ),
+            replace(DATA_DIR, help="folder of your own texts, as in docs/data.md (default: none)"),
+        ),
+        "how it is saved": (
+            Option(
+                "format",
+                Choice(("hf", "hf-padded", "gguf")),
+                """the files (default: %(default)s)
+                hf         for transformers and vLLM; of shape uniform for the others, too
+                hf-padded  a plain model of its family, zeros fill it up: hardly smaller
+                gguf       for llama.cpp and Ollama""",
+                "hf",
+                "FORMAT",
+            ),
+            Option(
+                "dtype",
+                Choice(("float32", "bfloat16", "float16")),
+                "data type of the saved weights (default: the original model's)",
+            ),
+            Option(
+                "shard_gb",
+                Number(0.0001, 1e6, "a number of gigabytes from 0.0001 to 1e6, e.g. 5"),
+                "largest size of a weight file, in 10^9 bytes (default: 5)",
+                5.0,
+                "GB",
+            ),
+            OVERWRITE,
+            Option("measure", Switch(), "also measure speed and memory, of the original model, too", False),
+            _memory("pruning"),
+            DEVICE,
+        ),
+    },
+)
+
+EVALUATE = Command(
+    usage="--model NAME",
+    description="Test a model, original or pruned, as a search tests it: perplexity and accuracy on benchmarks.",
+    examples={
+        "--model DIR --limit 100": "a pruned model, on 100 questions of each benchmark",
+        "--model tiny-llama": "an original model, on all",
+        "--model DIR --kl": "and how far a pruned model is from its original",
+        "--model DIR --data-dir DATA --tasks boolq,piqa": "without a hub, two benchmarks",
+    },
+    common={
+        "what to test": ("--model", "--data-dir", "--tasks"),
+        "faster or more thorough": ("--limit", "--perplexity-tokens", "--kl"),
+        "where it runs": ("--device", "--memory", "--dtype"),
+        "what is kept": ("--output",),
+    },
+    groups={
+        "options": (
+            replace(MODEL, required=True),
+            REVISION,
+            Option("kl", Switch(), "for a pruned model, how far its predictions moved, too (KL; default: no)", False),
+            replace(BASE, help=f"with --kl: {BASE.help} (default: where tune_prune.json says)"),
+            *MEASURED_ON,
+            SEED,
+            _memory("the measurement"),
+            DEVICE,
+            Option("output", Text(), "file for all numbers, as JSON", metavar="FILE"),
+        ),
+    },
+)
+
+SPEED = Command(
+    usage="(--config EXPERIMENT | --model DIR)",
+    description="Measure how fast pruned models read a prompt and write an answer, beside their original, in turns.",
+    examples={
+        "--config ray_results/NAME": "the best ones of a search; then run tune-prune analysis again",
+        "--model DIR": "a pruned model",
+        "--model DIR --prompt-tokens 2048 --new-tokens 128 --device cuda": "for longer requests, on a GPU",
+    },
+    common={
+        "what to measure": ("--config", "--model", "--all"),
+        "your requests": ("--prompt-tokens", "--new-tokens"),
+        "where it runs": ("--device", "--dtype"),
+        "surer, and what is kept": ("--repeats", "--output"),
+    },
+    groups={
+        "options": (
+            Option(
+                "config",
+                Text(),
+                "a search: measure its best configurations, and keep the speeds there",
+                metavar="FOLDER",
+            ),
+            replace(MODEL, help=f"{MODEL.help}; with --config one of its models, as tiny-llama@0.3 (default: all)"),
+            REVISION,
+            replace(BASE, help=f"{BASE.help} (default: where tune_prune.json or the search says)"),
+            Option(
+                "all",
+                Switch(),
+                "with --config: every complete configuration (default: what a rule of tune-prune analysis chooses)",
+                False,
+            ),
+            replace(OVERWRITE, help="with --config: measure anew what was measured"),
+            Option(
+                "prompt_tokens",
+                Whole(1, 10**6),
+                "tokens of the prompt, at most what the model takes (default: %(default)s)",
+                512,
+                "N",
+            ),
+            Option("new_tokens", Whole(1, 10**6), "tokens of the answer (default: %(default)s)", 64, "N"),
+            Option(
+                "repeats",
+                Whole(1, 1000),
+                "times that both models take their turn, after one that does not count (default: %(default)s)",
+                5,
+                "N",
+            ),
+            replace(DTYPE, help=f"data type of the weights (default: {_DTYPE_DEFAULT}; of a search as it was run)"),
+            DEVICE,
+            Option("output", Text(), "with --model alone: file for all numbers, as JSON", metavar="FILE"),
+        ),
+    },
+)
+
+COMMANDS = {"search": SEARCH, "prune": PRUNE, "evaluate": EVALUATE, "speed": SPEED}
+# By command and name; a function of the Python API has those of its command.
+OPTIONS = {
+    command: {option.name: option for group in about.groups.values() for option in group}
+    for command, about in COMMANDS.items()
+}
+OPTIONS["open"] = OPTIONS["evaluate"] | {
+    "name": replace(MODEL, name="name"),
+    "calibration": CALIBRATION,
+    "seed": replace(
+        SEED, help="decides which pieces of sample text are taken, and the order of questions (default: 0)"
+    ),
+    "memory": _memory("pruning and measuring"),
+}
+
+# Options that nothing reads without another one, by command: the option, the one that it needs, the sentence's end.
+NEEDS = {
+    "search": (
+        ("json", "status", "is for --status; leave it out, or give --log-json for the events of a search"),
+        (
+            "gpu",
+            "dry_run",
+            "plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here",
+        ),
+    ),
+    "prune": (("base", "config", "is for --config; name the model with --model"),),
+    "evaluate": (("base", "kl", "is read with --kl only; add --kl, or leave it out"),),
+    "speed": (
+        ("all", "config", "is for --config; leave it out"),
+        ("overwrite", "config", "is for --config; leave it out"),
+    ),
+}
+
+
+class CommandLine(Parser):
+    """The parser of a command: argparse splits a line, and the table says what its values may be."""
+
+    def __init__(self, command: str) -> None:
+        about = COMMANDS[command]
+        super().__init__(f"tune-prune {command}", about.usage, about.description, about.examples, about.common)
+        self._command = command
+        for title, options in about.groups.items():
+            group = self if title == "options" else self.add_argument_group(title)
+            for option in options:
+                if isinstance(option.kind, Switch):
+                    group.add_argument(option.flag, action="store_true", help=option.help)
+                    continue
+                choices = f"{{{','.join(option.kind.names)}}}" if isinstance(option.kind, Choice) else "VALUE"
+                group.add_argument(
+                    option.flag,
+                    action=Once if option.once else "append" if option.again else "store",
+                    default=option.default,
+                    required=option.required,
+                    metavar=option.metavar or choices,
+                    help=option.help,
+                )
+
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
+        """The values of a line by the names of options. Raises UserError."""
+        given = super().parse_args(args)
+        for name, option in OPTIONS[self._command].items():
+            text = getattr(given, name)
+            try:
+                if isinstance(text, list):
+                    setattr(given, name, tuple(dict.fromkeys(value for one in text for value in option.read(one))))
+                elif isinstance(text, str):
+                    setattr(given, name, option.read(text))
+            except UserError as error:
+                self.error(str(error))
+        for name, needed, sentence in NEEDS[self._command]:
+            if getattr(given, name) and not getattr(given, needed):
+                value = getattr(given, name)
+                raise UserError(f"--{name}{f' {value}' if isinstance(value, str) else ''} {sentence}")
+        return given
+
+
+def checked(command: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of Python keywords, as the settings of that command hold them. Raises UserError for one out of its bounds."""
+    return {name: OPTIONS[command][name].of(value) for name, value in keywords.items()}
+
+
+def arguments(command: str, keywords: Mapping[str, Any]) -> list[str]:
+    """The command line that asks for what these keywords do, as records hold it: those that are not at their defaults."""
+    argv = []
+    for name, value in keywords.items():
+        option, asked = OPTIONS[command][name], plain(value)
+        if asked is None or asked == option.default:
+            continue
+        if isinstance(option.kind, Switch):
+            argv += [option.flag] * bool(asked)
+            continue
+        if isinstance(option.kind, Size) and isinstance(asked, int):
+            asked = f"{asked / 2**20}MiB"
+        values = [plain(one) for one in asked] if isinstance(asked, (list, tuple)) else [asked]
+        if not option.again:
+            values = [",".join(map(str, values))]
+        argv += [f"{option.flag}={one}" for one in values]
+    return argv
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def documented(command: str) -> Callable[[Function], Function]:
+    """Decorate a function of the Python API: the line `{options}` of its docstring becomes the help of those of its keywords that
+    are options of `command`."""
+
+    def fill(function: Function) -> Function:
+        names = [name for name in inspect.signature(function).parameters if name in OPTIONS[command]]
+        width = max(8, *map(len, names)) + 2  # 8: on_stage, which is no option, stands below them
+        lines = [line for name in names for line in _help_lines(OPTIONS[command][name], width)]
+        text = function.__doc__ or ""  # none with python -OO
+        function.__doc__ = re.sub(
+            r"^( *)\{options\}$", lambda place: textwrap.indent("\n".join(lines), place[1]), text, flags=re.MULTILINE
+        )
+        return function
+
+    return fill
+
+
+def _help_lines(option: Option, width: int) -> list[str]:
+    """An option's name, and its help beside it, which names keywords in place of flags."""
+    text = option.help % {"default": option.default}
+    text = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
+    lines = help_lines(text, 110 - width)
+    return [f"{option.name if index == 0 else '':<{width}}{line}" for index, line in enumerate(lines)]
