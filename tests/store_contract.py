@@ -22,7 +22,7 @@ from tune_prune.core.store import Store
 
 HOLD = """
 import sys
-from tune_prune.core.storage import lease
+from tune_prune.core import object_storage
 from tune_prune.core.store import open_store
 object_storage.LEASE_S = float(sys.argv[2])
 with open_store(sys.argv[1]).lock():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
 from tune_prune.commands.search import main
-from tune_prune.core import ending
 
 if __name__ == "__main__":
-    ending.leave(main)
+    sys.exit(main())

@@ -29,12 +29,11 @@ MIB = 1 << 20
 _S3_SERVER = Path(__file__).parents[2] / "tests" / "s3_server.py"
 _SHORT_LEASE = """
 import sys
-from tune_prune.core.storage import lease, objects
-from tune_prune.core.process import ending
-lease.LEASE_S = 3.0  # what a killed search keeps the next one waiting for; a minute otherwise
-objects.LEFT_S = 0.0  # nobody else is there
-from tune_prune import search
-ending.leave(search.main)
+from tune_prune.commands import search
+from tune_prune.core import object_storage
+object_storage.LEASE_S = 3.0  # what a killed search keeps the next one waiting for; a minute otherwise
+object_storage.LEFT_S = 0.0  # nobody else is there
+sys.exit(search.main())
 """
 _COPY = "import fsspec, sys; fsspec.filesystem('s3').get(sys.argv[1], sys.argv[2], recursive=True)"
 

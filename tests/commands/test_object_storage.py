@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow  # a search on a server, killed
 
 WITH_SHORT_LEASE = f"""
 import sys
-from tune_prune import search
-from tune_prune.core.storage import lease
+from tune_prune.commands import search
+from tune_prune.core import object_storage
 object_storage.LEASE_S = {LEASE_S}
 search.main(sys.argv[1:])
 """

@@ -33,7 +33,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_an_affinity_mask_counts() -> None:
     one = str(min(os.sched_getaffinity(0)))
-    code = "from tune_prune.core.process import machine; print(machine.cpus())"
+    code = "from tune_prune.core import machine; print(machine.cpus())"
     done = subprocess.run(
         ["taskset", "-c", one, sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

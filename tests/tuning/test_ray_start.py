@@ -158,7 +158,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 WHILE_IT_IS_ENDED = """
 import sys, threading, time
 from pathlib import Path
-from tune_prune.core.process import temporary
+from tune_prune.core import temporary
 from tune_prune.tuning.ray_cluster import head
 
 def a_thread_of_ray_fails(folder):

@@ -39,9 +39,9 @@ class Option:
 
     name: str  # of the keyword
     kind: Kind
+    metavar: str
     help: str
     default: Any = None
-    metavar: str = ""
     required: bool = False
     once: bool = False  # is refused when it is given again, as another command takes several
     again: bool = False  # may be given again for more; its kind is Several
@@ -103,94 +103,58 @@ def _hyperparameter(name: str, default: str = "") -> Option:
     choices = f": {', '.join(method_names())}" if name == "method" else ""
     first, *values = f"{row.help}{choices}".split("\n")
     metavar = name.rpartition("_")[2].upper()
-    return Option(
-        name,
-        row.kind,
-        "\n".join([f"{first}{usual}", *values]),
-        metavar=metavar if len(metavar) < 8 else "VALUE",
-    )
+    help = "\n".join([f"{first}{usual}", *values])
+    return Option(name, row.kind, metavar if len(metavar) < 8 else "VALUE", help)
 
 
+def switch(name: str, help: str, keyword: bool = True) -> Option:
+    """Return the option of a flag without a value, which is off unless it is given."""
+    return Option(name, Switch(), "", help, False, keyword=keyword)
+
+
+# fmt: off
 # Options that several commands have; `replace` changes a help or a default.
-MODEL = Option(
-    "model",
-    Text(),
-    "alias (mistral, tiny-llama), hub id, folder or GGUF file",
-    metavar="NAME",
-    once=True,
-)
-REVISION = Option("revision", Text(), "branch, tag or commit of a hub model (default: main)", metavar="REV")
-BASE = Option("base", Text(), "where the original model is now, hub id, folder or GGUF file", metavar="DIR")
-ALIGN = Option(
-    "align",
-    Whole(1, 10**6),
+MODEL = Option("model", Text(), "NAME", "alias (mistral, tiny-llama), hub id, folder or GGUF file", once=True)
+REVISION = Option("revision", Text(), "REV", "branch, tag or commit of a hub model (default: main)")
+BASE = Option("base", Text(), "DIR", "where the original model is now, hub id, folder or GGUF file")
+ALIGN = Option("align", Whole(1, 10**6), "N",
     "widths of MLPs are multiples of N, with --shape aligned (default: 64, from 1B parameters on 256) or uniform (default: 1, "
-    "from 1B parameters on 256); --shape aligned-N says the same",
-    metavar="N",
+    "from 1B parameters on 256); --shape aligned-N says the same"
 )
-CALIBRATION = Option(
-    "calibration",
-    HYPERPARAMETERS["calibration"].kind,
+CALIBRATION = Option("calibration", HYPERPARAMETERS["calibration"].kind, "TEXT",
     "sample text, best of the kind that the model is for\n\nembedded, wikitext2, c4 or a text file, or several with + between "
-    f"them, in equal parts (default: {RUN_DEFAULTS['calibration']})",
-    metavar="TEXT",
+    f"them, in equal parts (default: {RUN_DEFAULTS['calibration']})"
 )
-SEED = Option("seed", Whole(0, 2**32 - 1), "decides the order of the questions (default: 0)", 0, "S")
-DTYPE = Option("dtype", Choice(("float32", "bfloat16")), f"data type while it works (default: {_DTYPE_DEFAULT})")
-DEVICE = Option(
-    "device",
-    Choice(("auto", "cpu", "cuda")),
-    "where it runs; auto: on a GPU if there is one (default: %(default)s)",
-    "auto",
+SEED = Option("seed", Whole(0, 2**32 - 1), "S", "decides the order of the questions (default: 0)", default=0)
+DTYPE = Option("dtype", Choice(("float32", "bfloat16")), "", f"data type while it works (default: {_DTYPE_DEFAULT})")
+DEVICE = Option("device", Choice(("auto", "cpu", "cuda")), "",
+    "where it runs; auto: on a GPU if there is one (default: %(default)s)", default="auto"
 )
-MEMORY = Option(
-    "memory",
-    Size(),
+MEMORY = Option("memory", Size(), "SIZE",
     "most memory for {}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: slower, with the "
-    "same numbers.",
-    metavar="SIZE",
+    "same numbers."
 )
-OVERWRITE = Option("overwrite", Switch(), "replace a pruned model at --output", False)
+OVERWRITE = switch("overwrite", "replace a pruned model at --output")
 # What a model is measured on, the same for every command that measures
-DATA_DIR = Option(
-    "data_dir",
-    Text(),
-    "your own benchmarks and texts (docs/data.md)\n\n(default: those of the hub; toy models have theirs)",
-    metavar="DIR",
+DATA_DIR = Option("data_dir", Text(), "DIR",
+    "your own benchmarks and texts (docs/data.md)\n\n(default: those of the hub; toy models have theirs)"
 )
 MEASURED_ON = (
     DATA_DIR,
-    Option(
-        "trust_tasks",
-        Switch(),
+    switch("trust_tasks",
         "let task files of --data-dir run code, such as their own functions and metrics: for files that you trust (default: refuse "
-        "such files)",
-        False,
+        "such files)"
     ),
-    Option(
-        "tasks",
-        Several(TaskName(), "boolq,piqa"),
-        f"benchmarks to test on, with commas between them (default: {', '.join(ZERO_SHOT_TASKS)})",
-        metavar="A,B",
+    Option("tasks", Several(TaskName(), "boolq,piqa"), "A,B",
+        f"benchmarks to test on, with commas between them (default: {', '.join(ZERO_SHOT_TASKS)})"
     ),
-    Option(
-        "limit",
-        Whole(1, 10**9),
-        "ask only the first N questions of each benchmark: faster (default: all)",
-        metavar="N",
-    ),
-    Option(
-        "perplexity_window",
-        Whole(2, 10**6),
+    Option("limit", Whole(1, 10**9), "N", "ask only the first N questions of each benchmark: faster (default: all)"),
+    Option("perplexity_window", Whole(2, 10**6), "TOKENS",
         "tokens of each window of the perplexity text, at most what the model takes (default: 2048; for a toy model 128, as it was "
-        "trained; for a pruned checkpoint as recorded)",
-        metavar="TOKENS",
+        "trained; for a pruned checkpoint as recorded)"
     ),
-    Option(
-        "perplexity_tokens",
-        PERPLEXITY_TOKENS,
-        "take only the first N tokens of the perplexity text: faster (default: all)",
-        metavar="N",
+    Option("perplexity_tokens", PERPLEXITY_TOKENS, "N",
+        "take only the first N tokens of the perplexity text: faster (default: all)"
     ),
     DTYPE,
 )
@@ -222,9 +186,7 @@ SEARCH = Command(
         "what is searched": (
             replace(MODEL, kind=Several(Text()), help=f"{MODEL.help}; again for more", once=False, again=True),
             REVISION,
-            Option(
-                "search_space",
-                Text(),
+            Option("search_space", Text(), "SPACE",
                 """which ways to try (default: %(default)s)
                 recommended  12, the best in our tests: start here with a real model
                 paper_grid   45, those of a published search (docs/methods.md)
@@ -234,68 +196,43 @@ SEARCH = Command(
                 minimal      3, with little sample text
                 control      1, removes at random: what every method must beat
                 adaptive     297, of which Optuna tries 20
-                extended     450, of which Optuna tries 60""",
-                "paper_grid",
-                "SPACE",
+                extended     450, of which Optuna tries 60""", default="paper_grid"
             ),
-            Option(
-                "search",
-                Choice(("grid", "optuna")),
+            Option("search", Choice(("grid", "optuna")), "HOW",
                 """how configurations are chosen from the search space (default: as the space says)
                 grid    try every one
-                optuna  let Optuna's TPE sampler choose --num-trials of them""",
-                metavar="HOW",
+                optuna  let Optuna's TPE sampler choose --num-trials of them"""
             ),
-            Option(
-                "num_trials",
-                Whole(1, 10**9),
-                "with optuna: trials of each model, pruning ratio and training (default: as the space says, else 20)",
-                metavar="N",
+            Option("num_trials", Whole(1, 10**9), "N",
+                "with optuna: trials of each model, pruning ratio and training (default: as the space says, else 20)"
             ),
-            Option(
-                "objective",
-                Choice(tuple(MEASURES)),
+            Option("objective", Choice(tuple(MEASURES)), "SCORE",
                 """what optuna looks for and chooses the best by; after a grid: analysis --rule (default: %(default)s)
                 accuracy      share of questions answered right
                 perplexity    how well it predicts text
                 gold_logprob  how likely it finds the right answers; tells models apart where accuracy is guessing
-                kl            distance from the original model's predictions, mean of text and questions""",
-                "accuracy",
-                "SCORE",
+                kl            distance from the original model's predictions, mean of text and questions""", default="accuracy"
             ),
             _hyperparameter("pruning_ratio", "as the space says, else 0.2"),
             _hyperparameter("shape", "as the space says, else free, from 1B aligned"),
             ALIGN,
-            Option(
-                "seeds",
-                Several(HYPERPARAMETERS["seed"].kind, "0,1,2"),
+            Option("seeds", Several(HYPERPARAMETERS["seed"].kind, "0,1,2"), "A,B",
                 "run every configuration once with each of these values of --seed, e.g. 0,1,2, and report the mean: how much does "
-                "luck matter? (default: as the space says, else --seed alone)",
-                metavar="A,B",
+                "luck matter? (default: as the space says, else --seed alone)"
             ),
-            Option(
-                "draws",
-                Whole(2, 100),
+            Option("draws", Whole(2, 100), "N",
                 "repeat what could still be the best, up to N runs with other sample text\n\n(default: one run; less work than "
-                "--seeds)",
-                metavar="N",
+                "--seeds)"
             ),
-            Option(
-                "draws_by",
-                Choice(("accuracy", "gold_logprob", "kl")),
+            Option("draws_by", Choice(("accuracy", "gold_logprob", "kl")), "SCORE",
                 """the score by which --draws decides what could still be the best (default: %(default)s)
                 accuracy      share of questions answered right
                 gold_logprob  how likely the right answers are
-                kl            distance from the original model's predictions, mean of text and questions""",
-                "accuracy",
-                "SCORE",
+                kl            distance from the original model's predictions, mean of text and questions""", default="accuracy"
             ),
-            Option(
-                "recover",
-                Whole(1, 1000),
+            Option("recover", Whole(1, 1000), "N",
                 "at the end, train the N best briefly to imitate the original; try 2\n\nUp to N of each model and pruning ratio "
-                "that could still be the best: docs/methods.md, Recovery (default: as the space says)",
-                metavar="N",
+                "that could still be the best: docs/methods.md, Recovery (default: as the space says)"
             ),
         ),
         "what it is measured on": (
@@ -308,123 +245,64 @@ SEARCH = Command(
             ),
         ),
         "how it runs": (
-            Option(
-                "scheduler",
-                Choice(("none", "race", "race-gold", "asha")),
+            Option("scheduler", Choice(("none", "race", "race-gold", "asha")), "RULE",
                 """stop hopeless trials early; not with several --seeds (default: %(default)s)
                 none       test all of them in full
                 race       stop one that is, with 95%% confidence, not the most accurate
                 race-gold  the same by how likely right answers are: takes fewer questions, but may stop the most accurate
-                asha       stop the weaker half after a quarter and after half of the questions""",
-                "none",
-                "RULE",
+                asha       stop the weaker half after a quarter and after half of the questions""", default="none"
             ),
-            Option(
-                "kl_filter",
-                Switch(),
+            switch("kl_filter",
                 "skip the slow tests of a pruned model whose KL, on text and on questions, is over 1.5 times the median of at "
-                "least 5 trials before it (docs/methods.md); not with several --seeds",
-                False,
+                "least 5 trials before it (docs/methods.md); not with several --seeds"
             ),
             _memory("a trial"),
-            Option(
-                "gpus_per_trial",
-                Amount("gpus_per_trial", allow_zero=True),
+            Option("gpus_per_trial", Amount("gpus_per_trial", allow_zero=True), "X",
                 "0.25: four trials share a GPU; 2: one is spread over two (default: auto)\n\nauto goes by the memory that a trial "
-                "needs, 0 uses none.",
-                "auto",
-                "X",
+                "needs, 0 uses none.", default="auto"
             ),
-            Option(
-                "cpus_per_trial",
-                Amount("cpus_per_trial", allow_zero=False),
-                "CPUs and threads of a trial (default: auto, 1, or up to 4 where it has a GPU)",
-                "auto",
-                "X",
+            Option("cpus_per_trial", Amount("cpus_per_trial", allow_zero=False), "X",
+                "CPUs and threads of a trial (default: auto, 1, or up to 4 where it has a GPU)", default="auto"
             ),
-            Option(
-                "trial_timeout",
-                Number(1, 1e9, "a number of seconds from 1 to 1e9, e.g. 3600"),
+            Option("trial_timeout", Number(1, 1e9, "a number of seconds from 1 to 1e9, e.g. 3600"), "SECONDS",
                 "end a trial that takes longer, and record it as failed (hung); what prepares the trials is tried once more "
-                "(default: no limit)",
-                metavar="SECONDS",
+                "(default: no limit)"
             ),
-            Option("inline", Switch(), "one trial after the other, without Ray; the same results", False),
-            Option(
-                "address",
-                Text(),
-                "a Ray cluster that runs, or auto for one started on this machine (default: start an own Ray)",
-                metavar="HOST:PORT",
+            switch("inline", "one trial after the other, without Ray; the same results"),
+            Option("address", Text(), "HOST:PORT",
+                "a Ray cluster that runs, or auto for one started on this machine (default: start an own Ray)"
             ),
-            Option(
-                "storage_path",
-                Text(),
+            Option("storage_path", Text(), "DIR",
                 "folder of all experiments, or s3://bucket/prefix or gs://bucket/prefix (default: %(default)s)",
-                "ray_results",
-                "DIR",
+                default="ray_results"
             ),
-            Option(
-                "name",
-                Text(),
+            Option("name", Text(), "NAME",
                 "name of the experiment, a folder in --storage-path (default: of model, ratio, search space, shape, limit and "
-                "tokens)",
-                metavar="NAME",
+                "tokens)"
             ),
-            Option(
-                "save_best",
-                Switch(),
-                "at the end, save the best pruned model of each model to best/ in the experiment",
-                False,
-                keyword=False,
+            switch("save_best",
+                "at the end, save the best pruned model of each model to best/ in the experiment", keyword=False
             ),
-            Option(
-                "dry_run",
-                Switch(),
-                "check everything, say whether it fits and how long it takes, and stop",
-                False,
-                keyword=False,
-            ),
-            Option(
-                "verbose",
-                Switch(),
-                "print the whole plan: time, tokens and memory of each stage",
-                False,
-                keyword=False,
-            ),
-            Option(
-                "gpu",
-                GpuKind(),
+            switch("dry_run", "check everything, say whether it fits and how long it takes, and stop", keyword=False),
+            switch("verbose", "print the whole plan: time, tokens and memory of each stage", keyword=False),
+            Option("gpu", GpuKind(), "KIND",
                 "with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB\n\n(docs/costs.md has the kinds; "
-                "default: what is here)",
-                metavar="KIND",
-                keyword=False,
+                "default: what is here)", keyword=False
             ),
         ),
         "how it is followed": (
-            Option(
-                "status",
-                Text(),
+            Option("status", Text(), "NAME",
                 "how far the search of that name is; reads only, at any time\n\nNAME may be a path; from any machine that sees the "
-                "storage: trials done, running and failed, the best so far, time left, GPU-hours.",
-                metavar="NAME",
-                keyword=False,
+                "storage: trials done, running and failed, the best so far, time left, GPU-hours.", keyword=False
             ),
-            Option("json", Switch(), "with --status: one JSON object instead of text", False, keyword=False),
-            Option(
-                "log_json",
-                Switch(),
+            switch("json", "with --status: one JSON object instead of text", keyword=False),
+            switch("log_json",
                 "write one JSON object a line to standard output (docs/watching.md): start, plan, stages, ends of trials; text "
-                "goes to standard error",
-                False,
-                keyword=False,
+                "goes to standard error", keyword=False
             ),
-            Option(
-                "track",
-                Several(Choice(TRACKERS), "mlflow,wandb", least=0),
+            Option("track", Several(Choice(TRACKERS), "mlflow,wandb", least=0), "NAME",
                 "write every trial as a run of mlflow or wandb, too, or of both (mlflow,wandb); each where its own environment "
-                "variables say, else below this folder and offline (default: neither)",
-                metavar="NAME",
-                again=True,
+                "variables say, else below this folder and offline (default: neither)", again=True
             ),
         ),
     },
@@ -446,14 +324,9 @@ PRUNE = Command(
         ),
     },
     groups={
-        "options": (Option("output", Text(), "folder to write, a new one", metavar="DIR", required=True),),
+        "options": (Option("output", Text(), "DIR", "folder to write, a new one", required=True),),
         "what is pruned, and how: the best configuration of a search (--config), or one by flags": (
-            Option(
-                "config",
-                Text(),
-                "a search, as ray_results/NAME, or best_config.json of an analysis",
-                metavar="FILE",
-            ),
+            Option("config", Text(), "FILE", "a search, as ray_results/NAME, or best_config.json of an analysis"),
             replace(
                 MODEL, help=f"{MODEL.help}; with --config one of its models, as tiny-llama@0.3 (default: the only one)"
             ),
@@ -470,30 +343,20 @@ PRUNE = Command(
             replace(DATA_DIR, help="folder of your own texts, as in docs/data.md (default: none)"),
         ),
         "how it is saved": (
-            Option(
-                "format",
-                Choice(("hf", "hf-padded", "gguf")),
+            Option("format", Choice(("hf", "hf-padded", "gguf")), "FORMAT",
                 """the files (default: %(default)s)
                 hf         for transformers and vLLM; of shape uniform for the others, too
                 hf-padded  a plain model of its family, zeros fill it up: hardly smaller
-                gguf       for llama.cpp and Ollama""",
-                "hf",
-                "FORMAT",
+                gguf       for llama.cpp and Ollama""", default="hf"
             ),
-            Option(
-                "dtype",
-                Choice(("float32", "bfloat16", "float16")),
-                "data type of the saved weights (default: the original model's)",
+            Option("dtype", Choice(("float32", "bfloat16", "float16")), "",
+                "data type of the saved weights (default: the original model's)"
             ),
-            Option(
-                "shard_gb",
-                Number(0.0001, 1e6, "a number of gigabytes from 0.0001 to 1e6, e.g. 5"),
-                "largest size of a weight file, in 10^9 bytes (default: 5)",
-                5.0,
-                "GB",
+            Option("shard_gb", Number(0.0001, 1e6, "a number of gigabytes from 0.0001 to 1e6, e.g. 5"), "GB",
+                "largest size of a weight file, in 10^9 bytes (default: 5)", default=5.0
             ),
             OVERWRITE,
-            Option("measure", Switch(), "also measure speed and memory, of the original model, too", False),
+            switch("measure", "also measure speed and memory, of the original model, too"),
             _memory("pruning"),
             DEVICE,
         ),
@@ -519,13 +382,13 @@ EVALUATE = Command(
         "options": (
             replace(MODEL, required=True),
             REVISION,
-            Option("kl", Switch(), "for a pruned model, how far its predictions moved, too (KL; default: no)", False),
+            switch("kl", "for a pruned model, how far its predictions moved, too (KL; default: no)"),
             replace(BASE, help=f"with --kl: {BASE.help} (default: where tune_prune.json says)"),
             *MEASURED_ON,
             SEED,
             _memory("the measurement"),
             DEVICE,
-            Option("output", Text(), "file for all numbers, as JSON", metavar="FILE"),
+            Option("output", Text(), "FILE", "file for all numbers, as JSON"),
         ),
     },
 )
@@ -546,44 +409,29 @@ SPEED = Command(
     },
     groups={
         "options": (
-            Option(
-                "config",
-                Text(),
-                "a search: measure its best configurations, and keep the speeds there",
-                metavar="FOLDER",
-            ),
+            Option("config", Text(), "FOLDER", "a search: measure its best configurations, and keep the speeds there"),
             replace(MODEL, help=f"{MODEL.help}; with --config one of its models, as tiny-llama@0.3 (default: all)"),
             REVISION,
             replace(BASE, help=f"{BASE.help} (default: where tune_prune.json or the search says)"),
-            Option(
-                "all",
-                Switch(),
-                "with --config: every complete configuration (default: what a rule of tune-prune analysis chooses)",
-                False,
+            switch("all",
+                "with --config: every complete configuration (default: what a rule of tune-prune analysis chooses)"
             ),
             replace(OVERWRITE, help="with --config: measure anew what was measured"),
-            Option(
-                "prompt_tokens",
-                Whole(1, 10**6),
-                "tokens of the prompt, at most what the model takes (default: %(default)s)",
-                512,
-                "N",
+            Option("prompt_tokens", Whole(1, 10**6), "N",
+                "tokens of the prompt, at most what the model takes (default: %(default)s)", default=512
             ),
-            Option("new_tokens", Whole(1, 10**6), "tokens of the answer (default: %(default)s)", 64, "N"),
-            Option(
-                "repeats",
-                Whole(1, 1000),
-                "times that both models take their turn, after one that does not count (default: %(default)s)",
-                5,
-                "N",
+            Option("new_tokens", Whole(1, 10**6), "N", "tokens of the answer (default: %(default)s)", default=64),
+            Option("repeats", Whole(1, 1000), "N",
+                "times that both models take their turn, after one that does not count (default: %(default)s)", default=5
             ),
             replace(DTYPE, help=f"data type of the weights (default: {_DTYPE_DEFAULT}; of a search as it was run)"),
             DEVICE,
-            Option("output", Text(), "with --model alone: file for all numbers, as JSON", metavar="FILE"),
+            Option("output", Text(), "FILE", "with --model alone: file for all numbers, as JSON"),
         ),
     },
 )
 
+# fmt: on
 COMMANDS = {"search": SEARCH, "prune": PRUNE, "evaluate": EVALUATE, "speed": SPEED}
 # By command and name; a function of the Python API has those of its command.
 OPTIONS = {

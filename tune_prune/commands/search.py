@@ -78,7 +78,7 @@ def _log(wanted: bool) -> Iterator[JsonLog]:
         try:
             yield log
         except BaseException as error:
-            reason = ending.heard_signal() if isinstance(error, KeyboardInterrupt) else str(error)
+            reason = ending.signal_in_words() if isinstance(error, KeyboardInterrupt) else str(error)
             log.event("failure", error=type(error).__name__, reason=reason)
             raise
 

@@ -115,7 +115,7 @@ class Lease:
             try:
                 if self._newest()[0] != self._number:
                     self._lost = True
-                    if heard := ending.heard():
+                    if heard := ending.interrupt_signal():
                         signal.pthread_kill(self._owner, heard)  # also where it waits
                     return
                 self._store.put(_name(self._number), self._content())

@@ -43,7 +43,7 @@ def watched(wait: Callable[[threading.Event], str]) -> Iterator[None]:
         what = wait(over)
         if not over.wait(A_SIGNAL_S):
             lost.append(what)
-            _thread.interrupt_main(ending.heard() or signal.SIGINT)
+            _thread.interrupt_main(ending.interrupt_signal() or signal.SIGINT)
             if not over.wait(ANSWER_S):  # Ray's client waits for what is no more, and hears no signal
                 ending.by_force(str(_lost(what)))
 
