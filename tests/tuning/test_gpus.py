@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.tuning.test_cost_model import SPEED, work
-from tune_prune.commands import plan_text, prune
-from tune_prune.commands.plan_details import describe
+from tune_prune.commands import plan_page, prune
 from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core import machine
 from tune_prune.core.config import PruningConfig
@@ -112,7 +111,9 @@ def test_a_plan_asks_and_measures_a_gpu_in_processes_that_end(planned) -> None:
     assert planned.calls == [visible_gpus, plan_cost.measure]
     assert (plan.resources.gpus, plan.slots, plan.gpu_names) == (0.25, min(8, machine.cpus()), ("H100",))
     assert plan.models[0].run.dtype == "float32"  # as its weights are stored
-    assert "dtype        float32, as weights are stored; --dtype bfloat16 takes half the memory" in describe(plan)
+    assert "dtype        float32, as weights are stored; --dtype bfloat16 takes half the memory" in plan_page.details(
+        plan
+    )
     planned.calls.clear()
     assert planned([CARD], gpus_per_trial=0).gpu_names == ()
     assert planned.calls == []
@@ -134,10 +135,10 @@ def test_bfloat16_is_for_gpus_that_compute_in_it(planned, monkeypatch: pytest.Mo
     said = (
         "all trials compute in float32, as T4 cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES"
     )
-    assert all(said in " ".join(text(both).split()) for text in (describe, plan_text.describe))
+    assert all(said in " ".join(text(both).split()) for text in (plan_page.details, plan_page.summary))
     alone, asked = planned([("T4", 7, 14, 15)]), planned([CARD, ("T4", 7, 14, 15)], dtype="float32")
     assert alone.models[0].run.dtype == asked.models[0].run.dtype == "float32"
-    assert not any("bfloat16" in describe(plan) for plan in (alone, asked))
+    assert not any("bfloat16" in plan_page.details(plan) for plan in (alone, asked))
     assert planned([("T4", 7, 14, 15)], dtype="bfloat16").models[0].run.dtype == "bfloat16"
     for supported in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=supported: found)
@@ -161,7 +162,9 @@ def test_batches_are_smaller_where_little_is_free(planned) -> None:
     free = (whole.memory.total - 2**20) / GIB / 0.9  # of which 90% are used
     plan = planned([("A10", 8, free, free)])
     assert (str(whole.memory.way), str(plan.memory.way)) == ("resident", "resident, 1/2 at once")
-    assert "resident, 1/2 at once" in describe(plan) and ": fits, in smaller batches\n" in plan_text.describe(plan)
+    assert "resident, 1/2 at once" in plan_page.details(plan) and ": fits, in smaller batches\n" in plan_page.summary(
+        plan
+    )
 
 
 def test_a_share_that_was_asked_for_must_hold_a_trial(planned) -> None:
@@ -250,7 +253,7 @@ def test_each_kind_of_gpu_holds_models_as_suits_it(planned, monkeypatch: pytest.
     plan = planned([CARD, ("H100", 9, 60, 80), small])
     assert plan.memory.way != RESIDENT and plan.resources.gpus == 1
     assert plan.gpu_ways == {"H100": {"tiny-llama": RESIDENT}, "A10": {"tiny-llama": plan.memory.way}}
-    assert "on H100: tiny-llama resident" in describe(plan)
+    assert "on H100: tiny-llama resident" in plan_page.details(plan)
     assert planned([CARD, CARD]).gpu_ways == {}
     settings = WorkerSettings(
         Path("/e"), Path("/a"), plan.resources, {"tiny-llama": plan.memory.way}, gpu_ways=plan.gpu_ways

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.search_folders import TINY, data_folder, model_folder
-from tune_prune.commands import plan_text as short
-from tune_prune.commands import search
+from tune_prune.commands import plan_page, search
 from tune_prune.tuning.plan import SearchSettings
 from tune_prune.tuning.preflight import make_plan
 
@@ -80,4 +79,4 @@ def test_no_line_is_wider_than_a_screen(
     folder, data = model_folder(tmp_path / "a-model-with-a-name-that-is-rather-long"), data_folder(tmp_path / "data")
     argv = ("--model", folder, "--data-dir", data, "--search-space", "extended", "--shape", "aligned", "--dry-run")
     out = printed(search.main, *argv, "--calibration", "embedded", *flag)
-    assert max(map(len, out.splitlines())) <= short.WIDTH, out
+    assert max(map(len, out.splitlines())) <= plan_page.WIDTH, out

@@ -22,7 +22,7 @@ from tune_prune.analysis import export
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
-from tune_prune.commands import resources_text, search
+from tune_prune.commands import plan_page, search
 from tune_prune.commands.flags import settings_from
 from tune_prune.commands.search import parser
 from tune_prune.core.config import EvaluationProtocol, Samples
@@ -150,7 +150,7 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
     shown = []
     for speed in (0.2, 6.0):
         monkeypatch.setattr(devices, "bfloat16_speed", lambda speed=speed: speed)
-        monkeypatch.setattr(resources_text, "bfloat16_speed", devices.bfloat16_speed)
+        monkeypatch.setattr(plan_page, "bfloat16_speed", devices.bfloat16_speed)
         shown += [
             "bfloat16 was asked for, but this CPU multiplies matrices 0.2 times as fast" in plan_text(*TINY, *flags)
             for flags in (("--dtype", "bfloat16", "--gpus-per-trial", "0"), ("--gpus-per-trial", "0"))
@@ -168,7 +168,7 @@ def test_the_default_data_type_is_that_of_the_weights_where_the_cpu_gains_by_it(
     seen = []
     for speed in (6.0, 0.2):
         monkeypatch.setattr(devices, "bfloat16_speed", lambda speed=speed: speed)
-        monkeypatch.setattr(resources_text, "bfloat16_speed", devices.bfloat16_speed)
+        monkeypatch.setattr(plan_page, "bfloat16_speed", devices.bfloat16_speed)
         for stored in ("bfloat16", "float16", "float32", None):
             (folder / "config.json").write_text(json.dumps(about | {"dtype": stored}))
             settings = SearchSettings((str(folder),), "smoke", data_dir=str(data), calibration="embedded", limit=5)
@@ -188,7 +188,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     shown = []
     for place, hidden in ((tmp_path / "none", None), (tmp_path, None), (tmp_path, "")):
-        monkeypatch.setattr("tune_prune.commands.resources_text.NVIDIA", place)
+        monkeypatch.setattr("tune_prune.commands.plan_page.NVIDIA", place)
         if hidden is not None:  # what somebody does who wants the CPUs
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         shown.append("does not see this machine's NVIDIA GPU" in plan_text(*TINY, verbose=False))

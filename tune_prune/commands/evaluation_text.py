@@ -1,4 +1,4 @@
-"""What `evaluate` prints: the checkpoint, every stage as it ends, and the result as tables."""
+"""Text of `evaluate`: the checkpoint, every stage as it ends, and the result as tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tune_prune.analysis.render.messages import acc, pm
 from tune_prune.checkpoint.layers import aligned
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest, Recorded
-from tune_prune.commands.plan_text import perplexity_text_of
+from tune_prune.commands.plan_page import perplexity_text_of
 from tune_prune.core.records import StageReport
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.pruning.methods import read_by
@@ -106,7 +106,7 @@ def _gold(metrics: Mapping[str, float], task: str) -> str:
 
 
 def _accuracy(value: float, stderr: float) -> str:
-    """As the final table of a search writes it, with the error of one that is all right or all wrong, too."""
+    """Write an accuracy as the final table of a search does, with the error of one that is all right or all wrong, too."""
     return acc(value) if math.isnan(stderr) else f"{acc(value)} ± {acc(stderr)}"
 
 

@@ -1,5 +1,5 @@
-"""How the API measures a model: as a search measures a trial and, of a checkpoint, its KL to the model that it was pruned from; and
-how fast a pruned model is beside the dense one."""
+"""Measurements of a model for the API: as a search measures a trial and, of a checkpoint, its KL to the model that it was
+pruned from; and how fast a pruned model is beside the dense one."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def base_of(label: str, manifest: Manifest | None, asked: str | None) -> ModelSo
 
 
 def base_memory(source: ModelSource, itemsize: int, device: str, window: int, tokens: int, row: int) -> StageMemory:
-    """What the pass over the base model takes beside the checkpoint. `window`, `tokens`, `row`: as `Shapes.evaluation` has them."""
+    """Plan the memory that the pass over the base model takes beside the checkpoint. `window`, `tokens`, `row`: as
+    `Shapes.evaluation` has them."""
     config, streamed = loading.load_config(source), readable_in_place(source)
     geometry = loading.config_geometry(config)[1]
     stages = Shapes(geometry, config, itemsize, device).evaluation(
@@ -104,7 +105,7 @@ def base_memory(source: ModelSource, itemsize: int, device: str, window: int, to
 def speed_conditions(
     dense: LoadedModel, prompt_tokens: int, new_tokens: int, batch_size: int, repeats: int
 ) -> speed_records.Conditions:
-    """Those under which `measure_speed` measures: lengths as far as the model has positions. Raises UserError."""
+    """Return the conditions under which `measure_speed` measures: lengths as far as the model has positions. Raises UserError."""
     prompt_tokens, new_tokens = generation_speed.lengths([dense.model.config], prompt_tokens, new_tokens)
     device = dense.model.device
     threads = torch.get_num_threads()
@@ -116,7 +117,7 @@ def speed_conditions(
 def measure_speed(
     dense: LoadedModel, plan: PruningPlan, key: str, conditions: speed_records.Conditions
 ) -> speed_records.SpeedRecord:
-    """How fast the model that `plan` leaves of `dense` is, in turns with that, as a checkpoint of it would be: a refit or a
+    """Measure how fast the model that `plan` leaves of `dense` is, in turns with that, as a checkpoint of it would be: a refit or a
     training changes no shape, so neither is made. `key`: of the trial. Raises UserError for a plan of another model."""
     layers.check_plan(plan, dense)
     pruned, _ = layers.compact(surgery.cut(dense.model, dense.family, plan), dense.family)

@@ -126,7 +126,7 @@ class Model:
         recovery_rank: int | None = None,
         on_stage: Callable[[StageReport], object] = id,
     ) -> PrunedModel:
-        """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
+        """Return a smaller model, a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
 
         ratio            share of all parameters to remove (default: 0.2)
         {options}
@@ -140,7 +140,7 @@ class Model:
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
-        """What `prune` is asked for, checked: `values` by the names of HYPERPARAMETERS, None or absent: the default.
+        """Check what `prune` is asked for: `values` by the names of HYPERPARAMETERS, None or absent: the default.
         Raises UserError."""
         source = self._source
         require_dense(source, self.hf_config)
@@ -178,7 +178,8 @@ class Model:
         return self._fastest(passes, lambda way: [cut(removed, way)], what, removed)
 
     def way_to_measure(self, run: ModelRun, removed_params: int | None = None, kl: bool = False) -> Residency:
-        """The same while it is measured, or a copy without so many parameters; with `kl` beside its base model."""
+        """Choose the fastest way to hold the model that fits while it is measured, or a copy without so many parameters; with `kl`
+        beside its base model."""
         tokens = len(Contents(run).perplexity_tokens(self.tokenizer, self.hf_config.vocab_size))
         positions = self.hf_config.max_position_embeddings
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
@@ -214,7 +215,7 @@ class Model:
 
     @cached_property
     def base(self) -> ModelSource:
-        """Where the model is that a checkpoint was pruned from. Raises UserError where it is not known, or another one is there."""
+        """Find the model that a checkpoint was pruned from. Raises UserError where it is not known, or another one is there."""
         return measuring.base_of(self.label, self.manifest, self._base)
 
     @documented("evaluate")
@@ -305,7 +306,8 @@ class PrunedModel:
         tasks: Sequence[str] | str | None = None,
         on_stage: Callable[[StageReport], object] = id,
     ) -> Evaluation:
-        """As `Model.evaluate` with `kl`: the numbers of its trial in a search, but for items_in_calibration, which that has."""
+        """Measure it as `Model.evaluate` does with `kl`: the numbers of its trial in a search, but for items_in_calibration,
+        which that has."""
         return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self._recipe, on_stage)
 
     @documented("prune")

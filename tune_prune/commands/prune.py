@@ -93,8 +93,8 @@ def again(config: str | None, label: str | None, base: str | None = None) -> lis
 
 
 def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
-    """Where the dense model of a request is needed: to cut it by a plan that is there takes no GPU, unless its weights are
-    changed."""
+    """Return the device on which the dense model of a request is needed: to cut it by a plan that is there takes no GPU, unless
+    its weights are changed."""
     cut_alone = request.plan is not None and not request.config.changes_weights
     return "cpu" if asked == "auto" and cut_alone and not measure else asked
 
@@ -144,7 +144,7 @@ def _stage(stage: StageReport) -> str:
 
 
 def _taken(stage: StageReport, searched: bool) -> str:
-    """What a stage has taken; cutting runs no text through the model, and is never kept from before."""
+    """Say what a stage has taken; cutting runs no text through the model, and is never kept from before."""
     seconds = f"{stage.duration_s:.1f} s"
     if stage.stage == "pruning":
         return seconds
@@ -197,11 +197,11 @@ def _flag(name: str) -> str:
 
 
 def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str] = ()) -> str:
-    """What was saved, for the screen: how large it is, how fast where that was measured, and what to do with it. `dense`: what it
+    """Say what was saved: how large it is, how fast where that was measured, and what to do with it. `dense`: what it
     was made from; `command`: that prunes it again (`again`)."""
     from tune_prune.checkpoint import generation_speed
     from tune_prune.checkpoint.card import short_bytes
-    from tune_prune.commands.plan_text import shown_path
+    from tune_prune.commands.plan_page import shown_path
 
     original, now = about.sizes["dense"], about.saved_sizes
     on_disk = sum(file.bytes for file in about.files.values())

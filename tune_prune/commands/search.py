@@ -93,8 +93,8 @@ def _run(
     from tune_prune.analysis.cost import cost_line
     from tune_prune.analysis.render.messages import one_line
     from tune_prune.analysis.verdict import winners
-    from tune_prune.commands import plan_details, plan_text
-    from tune_prune.commands.plan_text import shown_path
+    from tune_prune.commands import plan_page
+    from tune_prune.commands.plan_page import shown_path
     from tune_prune.commands.results import run
     from tune_prune.tuning.observers.tracking import trackers
     from tune_prune.tuning.preflight import make_plan
@@ -110,7 +110,7 @@ def _run(
             + ("name a folder with --storage-path" if in_memory else afterwards)
         )
     _log_plan(log, plan)
-    say(plan_details.describe(plan) if args.verbose else plan_text.describe(plan))
+    say(plan_page.details(plan) if args.verbose else plan_page.summary(plan))
     if args.dry_run:
         say("\ndry run: nothing was started")
         return
@@ -173,7 +173,7 @@ def _log_plan(log: JsonLog, plan: Plan) -> None:
 
 
 def next_commands(folder: str, kept: Mapping[str, str], rule: str = "accuracy") -> list[tuple[str, list[str]]]:
-    """What can be done with a finished search, by name; `kept`: by model the label whose best configuration is saved; `rule`: by
+    """Return the commands for a finished search, by name; `kept`: by model the label whose best configuration is saved; `rule`: by
     which it was chosen."""
     from tune_prune.analysis.verdict import folder_name
 
@@ -192,7 +192,7 @@ def _save_best(results: Results) -> None:
     from tune_prune.analysis.verdict import winners
     from tune_prune.commands import prune, prune_request
     from tune_prune.commands.opened import Model
-    from tune_prune.commands.plan_text import shown_path
+    from tune_prune.commands.plan_page import shown_path
     from tune_prune.core.store import SAVED_MODELS
 
     assert isinstance(results.folder, Path)  # else the search has not started

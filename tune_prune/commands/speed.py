@@ -1,4 +1,4 @@
-"""How fast pruned models are beside their dense model: `tune-prune speed --config ray_results/NAME`.
+"""The speed of pruned models beside their dense model: `tune-prune speed --config ray_results/NAME`.
 
 Prefill and decode of a checkpoint, or of the configurations of a search that any rule of the analysis would choose, each in turns
 with the dense model. A search's are kept in its folder, apart from its trials: speed is of the machine. The analysis then shows
@@ -88,7 +88,7 @@ class _Candidate:
 
     @property
     def store(self) -> Store:
-        """Of its experiment."""
+        """Return the store of its experiment."""
         return open_store(self.folder.parent.parent)
 
 
@@ -126,7 +126,8 @@ def _of_search(args: argparse.Namespace) -> None:
 
 
 def _candidates(found: ModelFindings, every: bool) -> Iterator[_Candidate]:
-    """What any rule chooses, or all, the most accurate first. Of several draws the first stands for all."""
+    """Yield the configurations that any rule chooses, or all, the most accurate first. Of several draws the first stands for
+    all."""
     chosen = {name for names in found.chosen.values() for name in names}
     for _, row in found.eligible.iterrows():
         if every or row["name"] in chosen:
@@ -146,7 +147,7 @@ def _run_of(found: ModelFindings, asked: str) -> ModelRun:
 
 
 def _fingerprint(findings: Findings, found: ModelFindings, run: ModelRun) -> str | None:
-    """Of the model that was searched; None where experiment.json does not tell."""
+    """Return the fingerprint of the model that was searched; None where experiment.json does not tell."""
     for folder in found.model.origins:
         entry = findings.study.experiments.get(folder, {}).get("models", {}).get(run.label, {})
         if fingerprint := entry.get("meaning", {}).get("model"):
@@ -204,7 +205,7 @@ def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, candidate
 
 
 def _plan(store: Store, key: str, name: str) -> PruningPlan:
-    """What the trial has kept of the model. Raises UserError where that is not there any more."""
+    """Read what the trial has kept of the model. Raises UserError where that is not there any more."""
     from tune_prune.core.ledger import Ledger
     from tune_prune.pruning.groups import PruningPlan
 
