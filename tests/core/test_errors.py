@@ -67,6 +67,16 @@ def test_what_is_refused_says_what_to_do(number: int, words: str, capsys: pytest
     assert said.startswith("error: /some/file cannot be used (no); ") and words in said and said.count("\n") == 1
 
 
+def test_a_full_disk_below_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names no file, so nobody knows the free space."""
+
+    def main() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert exit_code(main) == 1
+    assert capsys.readouterr().err.startswith("error: a file, or where the output goes, cannot be used (No space left")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -1,4 +1,4 @@
-"""Command lines as people mistype them, those of other programs among them, and the sentence that each gets."""
+"""Help pages, versions and examples of every command; the commands that others print."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tune_prune.__main__
+from tests.search_folders import TINY
 from tune_prune import __version__
 from tune_prune.commands import analysis, evaluate, prune, search, speed
 from tune_prune.commands.prune_request import PruneRequest
@@ -117,6 +118,12 @@ def test_every_flag_has_a_help_that_says_its_default(parser: Callable[[], Parser
         optional = action.option_strings and not action.required and action.nargs != 0
         if optional and action.option_strings[0] not in silent:
             assert "default: " in text, action.option_strings
+
+
+def test_commands_under_one_name(printed: Callable[..., str]) -> None:
+    main = tune_prune.__main__.main
+    assert printed(main, "search", *TINY, "--dry-run").endswith("dry run: nothing was started\n")
+    assert printed(main) == printed(main, "--help") and "\n  search    try " in printed(main)
 
 
 def test_help_names_every_search_space_and_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,563 @@
+"""`prune` from a search and from flags: its checkpoints give the search's numbers back; what it prints of them and what it
+refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tune_prune
+from tests.checkpoint.test_model_card import FILES, PLAN, manifest
+from tests.conftest import build_tiny
+from tests.models.conftest import SIZES, tokenizer
+from tests.pruning.test_shapes import assert_shape
+from tests.search_folders import model_folder
+from tune_prune import embedded
+from tune_prune.checkpoint.card import uses
+from tune_prune.checkpoint.layers import padded_params
+from tune_prune.checkpoint.manifest import IDS_ALONE, MANIFEST
+from tune_prune.checkpoint.manifest import read as read_manifest
+from tune_prune.commands import evaluate, prune, search, speed
+from tune_prune.core.config import EMBEDDED_DATA, EvaluationProtocol, ModelRun
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import Trial
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A finished search and what it printed."""
+
+    folder: Path
+    printed: str
+
+    @property
+    def best(self) -> dict[str, Any]:
+        return read(self.folder / "global_best_config.json")["models"]
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture
+def sentence(refused: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
+    """A function (*argv) -> the one sentence with which the command refuses, after which nothing has been written."""
+
+    def run(*argv: str | Path) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        told = refused(prune.main, *argv, begun=True)
+        assert sorted(tmp_path.rglob("*")) == before
+        return told
+
+    return run
+
+
+def write_space(folder: Path, **values: Any) -> Path:
+    path = folder / "space.json"  # JSON is YAML, too
+    path.write_text(json.dumps({"search": "grid", "num_samples": 8} | values), encoding="utf-8")
+    return path
+
+
+def run_search(storage: Path, *argv: str | Path) -> Searched:
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert search.main([*map(str, argv), "--inline", "--storage-path", str(storage), "--name", "s"]) == 0
+    return Searched(storage / "s", told.getvalue())
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    """The three embedded models, two trials each, and their best checkpoints."""
+    storage = tmp_path_factory.mktemp("prune")
+    models = [flag for name in embedded.MODEL_NAMES for flag in ("--model", name)]
+    space = write_space(storage, method=["taylor", "blockwise"], seq_len=32)
+    return run_search(storage, *models, "--search-space", space, "--limit", "20", "--save-best")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", embedded.MODEL_NAMES)
+def test_a_saved_best_model_gives_the_searchs_numbers_back(searched: Searched, label: str, tmp_path: Path) -> None:
+    """The checkpoint measured again, item by item."""
+    protocol, best = EvaluationProtocol(limit=20, perplexity_window=128), searched.best[label]
+    model = str(searched.folder / "best" / label)
+    run = ModelRun(model, label, None, "embedded", EMBEDDED_DATA, protocol, 0, "float32")
+    trial = Trial(None, TrialContext.open(run, tmp_path, "cpu"))
+    for _ in trial.stages():
+        pass
+    record = read(searched.folder / "ledger" / f"{best['key']}.json")
+    assert trial.progress.metrics["ppl"] == record["metrics"]["ppl"]
+    rows = pyarrow.parquet.read_table(searched.folder / best["output_dir"] / "items.parquet").to_pylist()
+    then = {(row["task"], row["doc_id"]): (row["acc"], row["acc_norm"], tuple(row["loglikelihoods"])) for row in rows}
+    now = {(item.task, item.doc_id): (item.acc, item.acc_norm, item.loglikelihoods) for item in trial.items}
+    assert len(now) == 140 and now == then
+
+
+@pytest.mark.slow
+def test_what_a_search_saves_and_says(searched: Searched) -> None:
+    assert len(searched.best) == 3
+    for label, entry in searched.best.items():
+        folder = searched.folder / "best" / label
+        about = read(folder / MANIFEST)
+        assert about["config"]["seq_len"] == entry["seq_len"]
+        assert about["metrics"]["acc_mean"] == entry["acc_mean"]
+        assert about["baseline"]["acc_mean"] == entry["baseline"]["acc_mean"]
+        assert about["params"] == entry["params_count"] == sum(p.numel() for p in load(folder).parameters())
+        assert f"{entry['params_count']:,}" in searched.printed
+        assert str(folder) in searched.printed
+    assert not [*searched.folder.glob("best/.*")]
+
+
+@pytest.mark.slow
+def test_the_printed_check_prints_the_recorded_numbers_beside_its_own(
+    searched: Searched, printed: Callable[..., str]
+) -> None:
+    folder = searched.folder / "best" / "tiny-mistral"
+    line = next(line for line in searched.printed.splitlines() if " evaluate   " in line and str(folder) in line)
+    assert line.split()[1:3] == ["tune-prune", "evaluate"]
+    told = printed(evaluate.main, *line.split()[3:])
+    rows = re.findall(r"^(\w+) +acc(?:_norm)? +(\S+) ± \S+ +(\S+) +(\S+) ", told, re.MULTILINE)
+    assert re.search(r"^result       accuracy .*, both as recorded; the original's accuracy is ", told, re.MULTILINE)
+    assert len(rows) == 7
+    assert all(measured == recorded and difference == "0" for _, measured, recorded, difference in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["hf", "hf-padded", "gguf"])
+def test_every_format_from_the_command_line(
+    searched: Searched, fmt: str, printed: Callable[..., str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    argv = ("--config", searched.folder, "--model", "tiny-llama", "--output", out, "--format", fmt, "--measure")
+    told = printed(prune.main, *argv)
+    about = read(out / MANIFEST)
+    sizes = about["sizes"]
+    now = sizes.get("padded", sizes["pruned"])
+    names = {
+        "parameters": "params",
+        "memory per token of context": "kv_bytes_per_token",
+        "arithmetic per token": "macs_per_token",
+    }
+    shares = (f"{now[name] / sizes['dense'][name]:.1%} of its {words}" for words, name in names.items())
+    assert f"\n             {', '.join(shares)}\n" in told
+    on_disk = sum(file["bytes"] for file in about["files"].values())
+    assert f"{on_disk / sizes['dense']['weight_bytes']:.1%} of the original's " in told
+    assert sizes["pruned"]["params"] < sizes["dense"]["params"] == 158_848
+    assert (" of the parameters are zeros\n" in told) == ("padded" in sizes) == (fmt == "hf-padded")
+    assert re.search(r"^speed +\S+ .*at prefill .* at decode ", told, re.MULTILINE)
+    for values in about["speed"].values():
+        assert values["prefill_tokens_per_s"] > 0 and values["decode_tokens_per_s"] > 0
+    assert "prefill tokens/s" in told
+    assert {path.suffix for path in out.iterdir() if path.name in about["files"]} == {
+        ".gguf" if fmt == "gguf" else ".safetensors"
+    }
+    if fmt != "gguf":
+        assert not torch.isnan(load(out)(torch.arange(8)[None]).logits).any()
+
+
+@pytest.mark.slow
+def test_without_its_trial_the_plan_is_found_again(
+    searched: Searched, printed: Callable[..., str], tmp_path: Path
+) -> None:
+    config = tmp_path / "global_best_config.json"
+    shutil.copy(searched.folder / config.name, config)
+    for name, source in (("kept", searched.folder), ("again", config)):
+        told = printed(prune.main, "--config", source, "--model", "tiny-qwen2", "--output", tmp_path / name)
+        assert ("as searched" in told) == (name == "kept")
+    kept, again = (read(tmp_path / name / MANIFEST) for name in ("kept", "again"))
+    assert kept["plan"] == again["plan"]
+    assert kept["files"] == again["files"]
+    assert again["metrics"]["acc_mean"] == kept["metrics"]["acc_mean"]
+
+
+@pytest.mark.slow
+def test_each_ratio_of_a_search_has_its_best_model(
+    printed: Callable[..., str], sentence: Callable[..., str], tmp_path: Path
+) -> None:
+    """One search over two ratios and two shapes: the passes and the dense baseline are made once, and each ratio is compared
+    in itself."""
+    shapes, ratios = ("aligned-16", "uniform"), (0.1, 0.3)
+    several = {"seq_len": [16, 32], "pruning_ratio": ratios, "shape": shapes}
+    space = write_space(tmp_path, method=["taylor", "random"], **several)
+    argv = ("--model", "tiny-llama", "--search-space", space, "--limit", "10", "--scheduler", "race")
+    found = run_search(tmp_path, *argv)
+    records = [read(path) for path in (found.folder / "ledger").glob("*.json")]
+    assert len(records) == 12  # random stands once at each ratio in each shape
+    assert len([*(found.folder / "passes").iterdir()]) == 2
+    assert list(read(found.folder / "baseline.json")) == ["tiny-llama"]
+    complete = [record for record in records if record["status"] == "complete"]
+    assert {record["config"]["shape"] for record in complete} == set(shapes)
+    for record in complete:
+        assert_shape(found.folder / "trials" / record["key"], record["config"]["shape"], 64)
+    header, *rows = (found.folder / "all_methods_results.csv").read_text().splitlines()
+    column = header.split(",").index("shape")
+    assert sorted(row.split(",")[column] for row in rows) == sorted(6 * shapes)
+    for ratio in ratios:
+        label, out = f"tiny-llama@{ratio}", tmp_path / f"out{ratio}"
+        own = [record for record in complete if record["config"]["pruning_ratio"] == ratio]
+        most = max(own, key=lambda r: (r["metrics"]["acc_mean"], -r["metrics"]["ppl"]))
+        best = found.best[label]
+        assert (best["key"], best["pruning_ratio"], best["shape"]) == (most["key"], ratio, most["config"]["shape"])
+        assert best["name"].endswith(f"-{best['shape']}") and best["name"] in found.printed
+        printed(prune.main, "--config", found.folder, "--model", label, "--output", out)
+        about = read(out / MANIFEST)
+        assert about["params"] == most["metrics"]["params_count"]
+        assert about["baseline"] is not None
+    assert "holds 2 results" in sentence("--config", found.folder, "--output", tmp_path / "o")
+
+
+@pytest.mark.slow
+def test_another_model_is_not_pruned_by_this_search(
+    searched: Searched, sentence: Callable[..., str], tmp_path: Path
+) -> None:
+    other = model_folder(tmp_path / "other", rms_norm_eps=1e-5)
+    argv = ["--config", searched.folder, "--model", "tiny-llama", "--output", tmp_path / "o"]
+    assert "is not the model that was searched" in sentence(*argv, "--base", other)
+    assert "--revision x is for models of the hub, but tiny-llama is an embedded model" in sentence(
+        *argv, "--revision", "x"
+    )
+    assert "is not in" in sentence("--config", searched.folder, "--model", "mistral", "--output", tmp_path / "o")
+    told = sentence("--config", searched.folder, "--output", tmp_path / "o")
+    assert "holds 3 results" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
+
+
+def as_of_an_older_version(experiment: Path, key: str) -> None:
+    """Without checksums, by which no plan can be proven."""
+    for file in (experiment / "experiment.json", experiment / "ledger" / f"{key}.json"):
+        values = {name: value for name, value in read(file).items() if name not in ("checksum", "files")}
+        file.write_text(json.dumps(values), encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"kept_groups": []}, "removes all attention of layer 0"),
+        ({"kept_groups": [0, 4]}, "KV groups in layer 0 that tiny-llama does not have"),
+    ],
+)
+def test_a_plan_that_leaves_no_working_model(
+    searched: Searched, sentence: Callable[..., str], tmp_path: Path, change: dict[str, list[int]], word: str
+) -> None:
+    experiment = tmp_path / "changed"
+    shutil.copytree(searched.folder, experiment, ignore=shutil.ignore_patterns("tune", "best", "tensorboard"))
+    path = experiment / searched.best["tiny-llama"]["output_dir"] / "pruning_plan.json"
+    plan = read(path)
+    plan["layers"][0] |= change
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    as_of_an_older_version(experiment, path.parent.name)
+    assert word in sentence("--config", experiment, "--model", "tiny-llama", "--output", tmp_path / "o")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", [False, True], ids=["", "of an older version"])
+def test_a_damaged_plan_is_computed_again(
+    searched: Searched, tmp_path: Path, old: bool, capfd: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    experiment = tmp_path / "changed"
+    shutil.copytree(searched.folder, experiment, ignore=shutil.ignore_patterns("tune", "best", "tensorboard"))
+    path = experiment / searched.best["tiny-llama"]["output_dir"] / "pruning_plan.json"
+    plan = read(path)
+    damaged = plan | {"layers": [plan["layers"][0] | {"kept_channels": [3, 3]}, *plan["layers"][1:]]}
+    path.write_text(json.dumps(damaged), encoding="utf-8")
+    if old:
+        as_of_an_older_version(experiment, path.parent.name)
+    argv = ["--config", str(experiment), "--model", "tiny-llama", "--output", str(tmp_path / "o"), "--device", "cpu"]
+    assert prune.main(argv) == 0
+    assert f"{path} is " in caplog.text and "the plan is computed again" in caplog.text
+    assert ", chosen by embedded text in float32\n" in capfd.readouterr().out
+    layers = read(tmp_path / "o" / "tune_prune.json")["plan"]["layers"]
+    assert layers == plan["layers"]
+
+
+FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
+FLAGS = ("--method", "taylor", "--seq-len", "16", "--num-samples", "8")
+
+
+def test_from_flags_and_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    widths = {}
+    for shape in ("free", "aligned", "uniform"):
+        out = tmp_path / shape
+        align = ["--align", "16"] if shape == "aligned" else []
+        argv = ["--model", "tiny-llama", *FLAGS, "--shape", shape, *align, "--output", str(out), "--device", "cpu"]
+        assert prune.main(argv) == 0, capfd.readouterr().err
+        model = load(out)
+        widths[shape] = [
+            layer.mlp.gate_proj.out_features for layer in model.model.layers if hasattr(layer.mlp, "gate_proj")
+        ]
+        own_type = read(out / "config.json")["model_type"]
+        assert own_type == ("llama" if shape == "uniform" else "tune_prune_llama")
+        assert (out / "modeling_tune_prune.py").is_file() == (shape != "uniform")
+        named = read(out / "tokenizer_config.json")["tokenizer_class"]
+        assert named == "PreTrainedTokenizerFast"  # by its name in transformers 4
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        assert len(tokenizer) == len(AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama")))
+        assert model.generate(**tokenizer("the", return_tensors="pt"), max_new_tokens=3).shape[1] > 3
+    assert len(set(widths["free"])) > 1
+    assert {width % 16 for width in widths["aligned"]} == {0}
+    assert len(set(widths["uniform"])) == 1
+    assert "trust_remote_code" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=["default", "llama3"],
+)
+def test_a_plain_config_has_the_names_of_transformers_4(rope: dict[str, Any], tmp_path: Path) -> None:
+    base, out = model_folder(tmp_path / "base", rope_parameters=rope), tmp_path / "out"
+    argv = ["--model", str(base), *FLAGS, "--calibration", "embedded", "--shape", "uniform", "--output", str(out)]
+    assert prune.main(argv) == 0
+    config = read(out / "config.json")
+    assert (config["rope_theta"], config["torch_dtype"]) == (5e5, "float32")
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    assert config["rope_scaling"] == (scaling if rope["rope_type"] == "llama3" else None)
+    again = load(out)
+    assert again.config.rope_parameters == rope
+    del config["rope_theta"], config["rope_scaling"], config["torch_dtype"]
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ids = torch.arange(300)[None]
+    assert torch.equal(again(ids).logits, load(out)(ids).logits)
+
+
+def test_no_tasks_have_to_be_there(tmp_path: Path) -> None:
+    """Of the texts the one that is measured on, which calibration must not read."""
+    text = tmp_path / "data" / "text" / "valid.txt"
+    text.parent.mkdir(parents=True)
+    text.write_text(embedded.calibration_text()[:20_000])
+    (text.parent / "wikitext2-raw.test.txt").write_text(embedded.perplexity_text())
+    base, out = model_folder(tmp_path / "base"), tmp_path / "out"
+    assert prune.main(["--model", str(base), *FLAGS, "--data-dir", str(tmp_path / "data"), "--output", str(out)]) == 0
+    assert read(out / MANIFEST)["source"]["calibration"] == str(text)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "text"),
+    [
+        ("magnitude", "magnitude", "without sample text"),
+        ("taylor", "taylor on 8 samples of 16 tokens", "by embedded text"),
+    ],
+)
+def test_only_what_was_read_is_named(
+    method: str, name: str, text: str, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    samples = ["--seq-len", "16", "--num-samples", "8"] if method == "taylor" else []
+    out = printed(prune.main, "--model", "tiny-llama", "--method", method, *samples, "--output", tmp_path / "out")
+    assert f"prune        tiny-llama by 20% of all parameters: {name}\n" in out
+    assert f"%), chosen {text} in float32\n" in out
+    assert re.search(r"^cut +[\d.]+ s$", out, re.MULTILINE)
+
+
+def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]) -> None:
+    out = tmp_path / "out"
+    argv = ["--model", "tiny-llama", *FLAGS, "--output", str(out), "--dtype", "bfloat16", "--shard-gb", "0.0001"]
+    assert prune.main(argv) == 0
+    shards = [path.name for path in out.glob("model-*.safetensors")]
+    assert len(shards) > 1 and (out / "model.safetensors.index.json").is_file()
+    assert sorted(read(out / MANIFEST)["files"]) == sorted(shards)
+    first = (out / MANIFEST).read_bytes()
+    assert {tensor.dtype for tensor in AutoModelForCausalLM.from_pretrained(out, dtype="auto").parameters()} == {
+        torch.bfloat16
+    }
+    assert "exists" in sentence(*argv)
+    assert prune.main([*argv, "--overwrite", "--pruning-ratio", "0.1"]) == 0
+    assert (out / MANIFEST).read_bytes() != first
+    (out / "adapters").mkdir()
+    for name in ("NOTES.md", "small-q4.gguf"):
+        (out / name).write_text("mine", encoding="utf-8")
+    said = sentence(*argv, "--overwrite")
+    assert f"--output {out} holds NOTES.md, adapters, small-q4.gguf beside the checkpoint, which would be gone" in said
+    assert (out / "NOTES.md").read_text() == "mine" and (out / "adapters").is_dir()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("all I have", encoding="utf-8")
+    assert "is not a checkpoint of tune_prune" in sentence(
+        "--model", "tiny-llama", *FLAGS, "--overwrite", "--output", mine
+    )
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_what_appears_meanwhile_stays(
+    overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    out = tmp_path / "out"
+
+    def written(*_: object) -> None:
+        out.mkdir()
+        (out / "thesis.tex").write_text("all I have", encoding="utf-8")
+
+    monkeypatch.setattr("tune_prune.checkpoint.card.write_card", written)
+    said = refused(prune.main, "--model", "tiny-llama", *FLAGS, "--output", out, *overwrite, begun=True)
+    assert f"--output {out} " in said and ("not replaced" if overwrite else "exists") in said
+    assert (out / "thesis.tex").read_text() == "all I have" and [*tmp_path.iterdir()] == [out]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("tune_prune.checkpoint.card.write_card", broken)
+    with pytest.raises(OSError, match="disk full"):
+        prune.main(["--model", "tiny-llama", *FLAGS, "--output", str(tmp_path / "deep" / "out")])
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    {
+        "no JSON": ("{", "JSON"),
+        "another file": ('{"a": 1}', "does not name a configuration"),
+        "half an entry": ('{"models": {"m": {"method": "taylor"}}}', "does not name a configuration"),
+        "no model": ('{"models": {}}', "no"),
+        "of a results file": (
+            '{"models": {"m": {"method": "taylor", "seq_len": 16, "num_samples": 8, "source": null}}}',
+            "--seq-len 16",
+        ),
+    }.values(),
+)
+def test_a_file_that_is_no_result_of_a_search(
+    text: str, word: str, sentence: Callable[..., str], tmp_path: Path
+) -> None:
+    path = tmp_path / "global_best_config.json"
+    path.write_text(text, encoding="utf-8")
+    assert word in sentence("--config", path, "--output", tmp_path / "out")
+
+
+def test_a_dense_model_that_has_moved_is_asked_for(refused: Callable[..., str], tmp_path: Path) -> None:
+    """By both commands that take a search's model up again."""
+    experiment = Path(shutil.copytree(FIRST_HOUSE / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
+    for name in ("experiment.json", "global_best_config.json"):
+        text = (experiment / name).read_text()
+        (experiment / name).write_text(text.replace('"model": "tiny-llama"', f'"model": "{tmp_path / "gone"}"'))
+    for main, more in ((prune.main, ("--output", tmp_path / "out")), (speed.main, ())):
+        assert (
+            f"tiny-llama, the model that was searched, is not where it was (model folder {tmp_path / 'gone'} does not "
+            "exist); name where it is now with --base"
+        ) in refused(main, "--config", experiment, *more)
+        assert "model folder nowhere/at/all does not exist" in refused(
+            main, "--config", experiment, "--base", "nowhere/at/all", *more
+        )
+
+
+def test_a_dense_model_that_is_refused_where_it_was_keeps_its_sentence(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    experiment = Path(shutil.copytree(FIRST_HOUSE / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
+    folder = shutil.copytree(embedded.model_dir("tiny-llama"), tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    for name in ("experiment.json", "global_best_config.json"):
+        text = (experiment / name).read_text()
+        (experiment / name).write_text(text.replace('"model": "tiny-llama"', f'"model": "{folder}"'))
+    for main, more in ((prune.main, ("--output", tmp_path / "out")), (speed.main, ())):
+        told = refused(main, "--config", experiment, *more)
+        assert "adapter_config.json" in told and "move that file away" in told and "not where it was" not in told
+
+
+LARGE = {"head_dim": 128}
+OWN = {"auto_map": {"AutoConfig": "a.B"}}
+WHOLE = replace(PLAN, kept_groups=((0, 1), (1, 3), (0,), (0,), (), (1, 2, 3)))
+
+
+def of(folder: Path, config: dict[str, object] | None = None, **changed: object) -> dict[str, str]:
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return dict(uses(folder, manifest(**changed), "my model"))
+
+
+def test_vllm_is_named_where_every_layer_has_attention(tmp_path: Path) -> None:
+    trust = ["vllm", "serve", "my model", "--trust-remote-code"]
+    assert shlex.split(of(tmp_path, OWN | LARGE, plan=WHOLE)["serve"]) == trust
+    assert shlex.split(of(tmp_path, LARGE, plan=WHOLE)["serve"]) == trust[:-1]
+    assert shlex.split(of(tmp_path, LARGE, format="hf-padded")["serve"]) == trust[:-1]
+    bare = of(tmp_path, OWN | LARGE)["serve"]  # of six layers one is dropped, and another one has no attention
+    assert bare == "not with vLLM, as layer 2 lost all attention: --shape aligned keeps some in every layer"
+    assert "serve" not in of(tmp_path, OWN | {"head_dim": 16}, plan=WHOLE)  # vLLM refuses such heads
+    assert "serve" in of(tmp_path, OWN | {"hidden_size": 4096, "num_attention_heads": 32}, plan=WHOLE)
+
+
+def test_a_gguf_file_is_for_llama_cpp(tmp_path: Path) -> None:
+    file = {"format": "gguf", "files": {"m.gguf": FILES[next(iter(FILES))]}}
+    found = {name: shlex.split(line) for name, line in of(tmp_path, **file).items()}
+    assert found == {
+        "chat": ["llama-cli", "-m", "my model/m.gguf"],
+        "serve": ["llama-server", "-m", "my model/m.gguf"],
+        "quantise": ["llama-quantize", "my model/m.gguf", "my model/m-Q4_K_M.gguf", "Q4_K_M"],
+    }
+    assert list(of(tmp_path, **file, notes=[f"no tokenizer: {IDS_ALONE}"])) == ["quantise"]
+
+
+@pytest.mark.parametrize("shape", ["free", "uniform"])
+def test_the_line_to_try_it_writes_text(shape: str, tmp_path: Path, printed: Callable[..., str]) -> None:
+    out = tmp_path / "small"
+    told = printed(prune.main, "--model", "tiny-llama", "--method", "magnitude", "--shape", shape, "--output", out)
+    (line,) = re.findall(r"^next +try +(.+)$", told, re.MULTILINE)
+    program, flag, code = shlex.split(line)
+    assert (program, flag) == ("python", "-c") and ("trust_remote_code" in code) == (shape == "free")
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        exec(code, {})
+    assert written.getvalue().startswith("[{'generated_text': 'Once upon a time")
+    steps = dict(re.findall(r"^(?:next| {4}) {9}(\w+) +(.+)$", told, re.MULTILINE))
+    assert list(steps) == [
+        "try",
+        "evaluate",
+        "share",
+    ]  # heads of 8: nothing for vLLM; word level: nothing for llama.cpp
+    assert steps["share"] == f"hf upload YOU/small {out}" and steps["evaluate"] == f"tune-prune evaluate --model {out}"
+
+
+def test_zeros_that_undo_the_pruning_are_said_before_anything_is_written(
+    tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    model = tune_prune.open("tiny-llama", device="cpu")
+    for shape, warned in (("free", True), ("uniform", False)):
+        out = tmp_path / shape
+        flags = ("--model", "tiny-llama", "--method", "magnitude", "--shape", shape, "--format", "hf-padded")
+        told = printed(prune.main, *flags, "--output", out)
+        about = read_manifest(out)
+        assert about is not None
+        assert padded_params(about.plan, model.geometry) == about.saved_sizes.params
+        assert ("warning      --format hf-padded fills every layer with zeros" in told) == warned
+        assert ("prune with --shape uniform" in told.partition("saved  ")[0]) == warned
+        share = about.saved_sizes.params / about.plan.total_params
+        assert not warned or f"{share:.0%} of the original's size" in told
+
+
+def test_a_file_that_is_larger_than_the_quantised_one_is_said_to_be_so(tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    build_tiny("llama", torch.float32, **SIZES).save_pretrained(dense)
+    tokenizer(dense, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    model = tune_prune.open(dense, calibration="embedded", device="cpu")
+    about = model.prune("magnitude").save(tmp_path / "small", "gguf")
+    model.file = tmp_path / "m.Q4_1.gguf"
+    model.file.write_bytes(b"x" * 1000)
+    told = prune.describe(tmp_path / "small", about, model)
+    assert "note         this is larger than m.Q4_1.gguf (1.00 kB" in told and "quantise it, as below" in told
+    model.file.write_bytes(b"x" * 10**6)
+    assert "this is larger" not in prune.describe(tmp_path / "small", about, model)
