@@ -31,7 +31,8 @@ from tests.pruned_checkpoints import (
 )
 from tests.search_folders import TINY_FOLDER, data_folder, model_folder
 from tune_prune.checkpoint.manifest import MANIFEST, read
-from tune_prune.commands import evaluate, measuring, prune
+from tune_prune.commands import evaluate, prune
+from tune_prune.commands import opened as models_opened
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError
@@ -478,7 +479,7 @@ def test_the_dense_model_counts_in_the_plan_of_memory(checkpoint: Path, monkeypa
     alone, beside = stages
     assert [(stage.stage, stage.held) for stage in alone] == [("kl", 0), ("perplexity", 0), ("zero_shot", 0)]  # no copy
     assert beside[:-1] == [*alone] and beside[-1].stage == "kl" and beside[-1].way == "streamed"
-    monkeypatch.setattr(measuring, "readable_in_place", lambda _: False)  # then it is loaded as a whole
+    monkeypatch.setattr(models_opened, "readable_in_place", lambda _: False)  # then it is loaded as a whole
     model.way_to_measure(run, kl=True)
     dense = tune_prune.open("tiny-llama").params
     assert stages[-1][-1].held == 4 * dense and stages[-1][-1].way == "resident"

@@ -180,10 +180,10 @@ def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> 
 def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, candidates: list[_Candidate]) -> int:
     """Measure each of them that was not yet, and keep it before the next; returns how many."""
     from tune_prune.checkpoint.generation_speed import spread, verdict
-    from tune_prune.commands import measuring
+    from tune_prune.commands.opened import measure_speed, speed_conditions
     from tune_prune.core import speed_records
 
-    conditions = measuring.speed_conditions(dense, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
+    conditions = speed_conditions(dense, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
     count = f"{len(candidates)} configuration{'s' * (len(candidates) != 1)} beside the original"
     lengths = f"prompt of {conditions.prompt_tokens:,} tokens, {conditions.new_tokens:,} new tokens, batch size {BATCH}"
     say(f"{label}: {count}, {lengths}, {conditions.dtype} on {conditions.device}")
@@ -193,7 +193,7 @@ def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, candidate
         record = None if args.overwrite else speed_records.read_speed(store, speed_records.speed_name(key, conditions))
         before = "" if record is None else "  (measured before)"
         if record is None:
-            record = measuring.measure_speed(dense, _plan(store, key, candidate.name), key, conditions)
+            record = measure_speed(dense, _plan(store, key, candidate.name), key, conditions)
             speed_records.write_speed(store, record)
             measured += 1
         if candidate is candidates[0]:
