@@ -65,16 +65,16 @@ def _main(argv: list[str]) -> None:
         say(evaluation_text.checkpoint_line(model.manifest))
     if base is not None:
         say(f"original     {base.label}: KL is the distance from its predictions, 0 where they are the same")
-    found = model.evaluate(args.limit, args.tasks, lambda stage: say(evaluation_text.stage_line(stage)), args.kl)
+    evaluation = model.evaluate(args.limit, args.tasks, lambda stage: say(evaluation_text.stage_line(stage)), args.kl)
     earlier = None if model.manifest is None else manifest.comparable(model.manifest, run, measured_on(run))
     baseline = None if model.manifest is None else model.manifest.baseline
-    say(f"\n{evaluation_text.result_text(found, earlier, baseline)}")
-    for note in [*found.notes, *(earlier.notes if earlier else ())]:
+    say(f"\n{evaluation_text.result_text(evaluation, earlier, baseline)}")
+    for note in [*evaluation.notes, *(earlier.notes if earlier else ())]:
         say(f"note: {note}")
     if output is not None:
         recorded_metrics = {} if model.manifest is None else {"recorded": model.manifest.metrics}
         origin = {} if model.gguf is None else {"gguf": asdict(model.gguf)}
         compared = {} if base is None else {"base": base.name}
-        content = to_json(found.record.to_dict() | {"run": run.to_dict()} | origin | compared | recorded_metrics)
+        content = to_json(evaluation.record.to_dict() | {"run": run.to_dict()} | origin | compared | recorded_metrics)
         open_store(output.parent).put(output.name, content)
         say(f"\nrecord       {output}")

@@ -40,42 +40,45 @@ def _perplexity(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 100_000 else f"{value:.3g}"
 
 
-def result_text(found: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None] | None = None) -> str:
+def result_text(
+    evaluation: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None] | None = None
+) -> str:
     """The result as text for the screen: what it comes to, KL where it was measured, perplexity, a row per task; the
     log-probabilities of right answers are in nats. `earlier`: numbers recorded for a pruned checkpoint, to stand beside the
     measured ones; `baseline`: those of its original."""
-    metrics = found.record.metrics
+    metrics = evaluation.record.metrics
     beside = () if earlier is None else ("recorded", "difference")
     rows = [("task", "metric", "accuracy", *beside, "chance", "questions", "log-prob of right")]
-    for task, row in found.tasks.iterrows():
+    for task, row in evaluation.tasks.iterrows():
         beside = () if earlier is None else _beside(row["accuracy"], earlier.accuracies.get(task))
         accuracy = _accuracy(row["accuracy"], row["stderr"])
         rows.append(
             (task, row["metric"], accuracy, *beside, acc(row["chance"]), f"{row['items']:,}", _gold(metrics, task))
         )
-    beside = () if earlier is None else _beside(found.acc_mean, earlier.acc_mean)
-    accuracy, chance = _accuracy(found.acc_mean, found.acc_mean_stderr), acc(metrics["chance_acc_mean"])
-    rows.append(("mean", "", accuracy, *beside, chance, f"{len(found.items):,}", _gold(metrics, "mean")))
-    text, compared = perplexity_text_of(found.run), ""
+    beside = () if earlier is None else _beside(evaluation.acc_mean, earlier.acc_mean)
+    accuracy, chance = _accuracy(evaluation.acc_mean, evaluation.acc_mean_stderr), acc(metrics["chance_acc_mean"])
+    rows.append(("mean", "", accuracy, *beside, chance, f"{len(evaluation.items):,}", _gold(metrics, "mean")))
+    text, compared = perplexity_text_of(evaluation.run), ""
     if earlier is not None and earlier.ppl is not None:
-        compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(found.ppl, earlier.ppl)}"
+        compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(evaluation.ppl, earlier.ppl)}"
     return "\n".join(
         [
-            f"result       accuracy {accuracy}, perplexity {_perplexity(found.ppl)}{_known(found, earlier, baseline or {})}",
+            f"result       accuracy {accuracy}, perplexity {_perplexity(evaluation.ppl)}"
+            + _known(evaluation, earlier, baseline or {}),
             "",
-            *_kl_lines(found, earlier),
-            f"perplexity {_perplexity(found.ppl)} on {text}, windows of {found.perplexity_window:,} tokens{compared}",
+            *_kl_lines(evaluation, earlier),
+            f"perplexity {_perplexity(evaluation.ppl)} on {text}, windows of {evaluation.perplexity_window:,} tokens{compared}",
             "",
             *aligned(rows, left=2),
         ]
     )
 
 
-def _known(found: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None]) -> str:
+def _known(evaluation: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None]) -> str:
     """The original's accuracy and what was recorded of this model, as far as both can be compared with the result."""
     if earlier is None or earlier.acc_mean is None:
         return ""
-    pairs = [(found.acc_mean, earlier.acc_mean), *([] if earlier.ppl is None else [(found.ppl, earlier.ppl)])]
+    pairs = [(evaluation.acc_mean, earlier.acc_mean), *([] if earlier.ppl is None else [(evaluation.ppl, earlier.ppl)])]
     same = all(_difference(*pair) == "0" for pair in pairs)
     said = (
         ", both as recorded"
@@ -88,10 +91,10 @@ def _known(found: Evaluation, earlier: Recorded | None, baseline: Mapping[str, f
     return said if original is None else f"{said}; the original's accuracy is {acc(original)}"
 
 
-def _kl_lines(found: Evaluation, earlier: Recorded | None) -> list[str]:
+def _kl_lines(evaluation: Evaluation, earlier: Recorded | None) -> list[str]:
     """A line for each text that KL to the original was measured on."""
     on, lines = {"text": "the perplexity text", "tasks": "right answers"}, []
-    for name, (value, stderr) in found.kl.items():
+    for name, (value, stderr) in evaluation.kl.items():
         recorded = None if earlier is None else earlier.kl.get(name)
         compared = "" if recorded is None else f"; recorded {recorded:.4f}, difference {_difference(value, recorded)}"
         error = "" if math.isnan(stderr) else f" ± {stderr:.4f}"

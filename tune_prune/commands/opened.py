@@ -1,5 +1,5 @@
-"""Models as the public API opens them (tune_prune/commands/api.py): measured as a search measures its trials, pruned, saved. Imports
-torch."""
+"""Models as the public API opens them (tune_prune/commands/api.py): measured as a search measures its trials, pruned, saved.
+Imports torch."""
 
 from __future__ import annotations
 
@@ -195,10 +195,10 @@ class Model:
 
     def _ways_to_save(self, dtype: torch.dtype, whole: bool) -> list[Residency]:
         """A tensor at a time from its files; before that from memory, where the model is there in `dtype`. `whole`: only so."""
-        kept = self._loaded
-        there = kept is not None and kept.model.dtype == dtype and not kept.residency.from_files
+        loaded = self._loaded
+        in_memory = loaded is not None and loaded.model.dtype == dtype and not loaded.residency.from_files
         streamed = [Residency(from_files=True)] if not whole and readable_in_place(self._source) else []
-        return [RESIDENT, *streamed] if there or not streamed else streamed
+        return [RESIDENT, *streamed] if in_memory or not streamed else streamed
 
     @property
     def _shapes(self) -> Shapes:
@@ -269,13 +269,13 @@ class Model:
         """In `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves them in their
         files; with a `fallback` also where they do not fit. One copy is kept, the last. Raises UserError."""
         dtype = dtype or getattr(torch, self.run.dtype)
-        kept = self._loaded
-        if kept is None or kept.model.dtype != dtype or kept.residency.from_files != way.from_files:
-            self._loaded = kept = None  # before the weights are loaded again
+        loaded = self._loaded
+        if loaded is None or loaded.model.dtype != dtype or loaded.residency.from_files != way.from_files:
+            self._loaded = loaded = None  # before the weights are loaded again
             held = fallback or Fallback(way)
-            self._loaded = kept = load(self._source, dtype, self.device, self.label, held, held is fallback)
+            self._loaded = loaded = load(self._source, dtype, self.device, self.label, held, held is fallback)
             way = held.way
-        return replace(kept, residency=replace(way, weights=kept.residency.weights, device=kept.residency.device))
+        return replace(loaded, residency=replace(way, weights=loaded.residency.weights, device=loaded.residency.device))
 
 
 class PrunedModel:
@@ -370,15 +370,16 @@ def measure(
 
 
 def as_measured(run: ModelRun, limit: int | None, tasks: Sequence[str] | str | None) -> ModelRun:
-    """The settings of `run` for `limit` items of these `tasks` (None: all, the seven), once texts and tasks were found. Raises
-    UserError."""
+    """Return the settings of `run` for `limit` items of these `tasks` (None: all, the seven), once texts and tasks were found.
+    Raises UserError."""
     usual = EvaluationProtocol()
     asked = checked("evaluate", {"limit": limit, "tasks": tasks})
     protocol = replace(run.protocol, limit=asked["limit"], seed=run.seed, slices=usual.slices)
     protocol = replace(protocol, tasks=usual.tasks if tasks is None else asked["tasks"])
-    found = replace(run, protocol=protocol, calibration="embedded")  # nothing is calibrated: no text has to be there
-    check_data(found)
-    return found
+    # Nothing is calibrated, so no text has to be there.
+    measured_run = replace(run, protocol=protocol, calibration="embedded")
+    check_data(measured_run)
+    return measured_run
 
 
 def base_of(label: str, manifest: Manifest | None, asked: str | None) -> ModelSource:
@@ -442,8 +443,8 @@ def measure_speed(
     saved = layers.as_saved(pruned, dense.model, dense.family, dense.geometry, "hf")
     models = {"dense": dense.model, "pruned": saved.in_memory()}
     asked = (conditions.prompt_tokens, conditions.new_tokens, conditions.batch_size, conditions.repeats)
-    found = generation_speed.measure(models, *asked)
-    rounds = {name: speed_records.Rounds(list(one.prefill_s), list(one.decode_s)) for name, one in found.items()}
+    speeds = generation_speed.measure(models, *asked)
+    rounds = {name: speed_records.Rounds(list(one.prefill_s), list(one.decode_s)) for name, one in speeds.items()}
     kv_bytes = {name: sizes(model, dense.family).kv_bytes_per_token for name, model in models.items()}
     return speed_records.SpeedRecord(
         key=key,
@@ -452,6 +453,6 @@ def measure_speed(
         pruned=rounds["pruned"],
         kv_bytes_per_token=kv_bytes["pruned"],
         dense_kv_bytes_per_token=kv_bytes["dense"],
-        graph=found["dense"].graph,
+        graph=speeds["dense"].graph,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )

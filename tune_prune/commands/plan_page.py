@@ -65,15 +65,15 @@ def summary(plan: Plan) -> str:
 
 def lines(rows: Iterable[Row]) -> list[str]:
     """Return the lines of these rows: several where a text is wider than a screen, broken between words."""
-    found = []
+    wrapped = []
     for name, text in rows:
         parts = [text]
         if "  " not in text:  # else it is a table's
             parts = textwrap.wrap(
                 text, WIDTH - _NAMES, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
             )
-        found += [f"{name if index == 0 else '':<12} {part}" for index, part in enumerate(parts)]
-    return found
+        wrapped += [f"{name if index == 0 else '':<12} {part}" for index, part in enumerate(parts)]
+    return wrapped
 
 
 def trials(plan: Plan) -> int:
@@ -85,8 +85,8 @@ def trials(plan: Plan) -> int:
 
 def ways(plan: Plan) -> int:
     """Count the configurations that are compared of each model at each pruning ratio, whatever sample text they are given."""
-    own = (config for config, _ in plan.models[0].trials if not is_withheld(plan, config))
-    return len({replace(config, seed=None, pruning_ratio=PruningConfig.pruning_ratio) for config in own})
+    searched = (config for config, _ in plan.models[0].trials if not is_withheld(plan, config))
+    return len({replace(config, seed=None, pruning_ratio=PruningConfig.pruning_ratio) for config in searched})
 
 
 def done_so_far(plan: Plan, done: int) -> str:
@@ -213,8 +213,8 @@ def _shape(plan: Plan) -> list[Row]:
     if not matters(plan):
         return []
     large = any(model.geometry.total_params >= shapes.LARGE_PARAMS for model in plan.models)
-    told = dict.fromkeys((shape, _of_shape(shape, large)) for model in plan.models for shape in model.shapes)
-    rows = [("" if index else "shape", f"{shape}: {says}") for index, (shape, says) in enumerate(told)]
+    shapes_told = dict.fromkeys((shape, _of_shape(shape, large)) for model in plan.models for shape in model.shapes)
+    rows = [("" if index else "shape", f"{shape}: {says}") for index, (shape, says) in enumerate(shapes_told)]
     return [*rows, ("", "it is a part of the search: choose it now, with --shape")]
 
 
@@ -299,7 +299,7 @@ def _shared(plan: Plan, labels: list[str]) -> list[Row]:
 def _model_stages(plan: Plan) -> list[str]:
     """Return the stages between the statistics and the zero-shot slices, e.g. ['pruning', 'kl', 'perplexity']."""
     usual = {switch: {HYPERPARAMETERS[switch].default} for switch in RECIPE_STAGES.values()}
-    wanted = {switch: set(plan.space.values[switch]) != found for switch, found in usual.items()}
+    wanted = {switch: set(plan.space.values[switch]) != default for switch, default in usual.items()}
     return [stage for stage in MODEL_STAGES[:-1] if wanted.get(RECIPE_STAGES.get(stage, ""), True)]
 
 
@@ -402,25 +402,26 @@ def _shapes(plan: Plan) -> list[tuple[str, str]]:
     if not matters(plan):
         return []
     large = any(model.geometry.total_params >= shapes.LARGE_PARAMS for model in plan.models)
-    found: dict[tuple[int, str], dict[str, str]] = {}  # place in the list and kind -> model -> the N of its MLP widths
+    # Place in the list and kind -> model -> the N of its MLP widths
+    by_kind: dict[tuple[int, str], dict[str, str]] = {}
     for model in plan.models:
         for index, shape in enumerate(model.shapes):
-            found.setdefault((index, shape.partition("-")[0]), {})[model.run.label] = str(alignment(shape) or 1)
+            by_kind.setdefault((index, shape.partition("-")[0]), {})[model.run.label] = str(alignment(shape) or 1)
     heads = {model.run.label: listed(model.geometry.uniform_kv_heads) for model in plan.models}
-    told = []
-    for (_, kind), multiples in sorted(found.items()):
+    rows = []
+    for (_, kind), multiples in sorted(by_kind.items()):
         of = f" ({', '.join(multiples)})" if len(multiples) < len(plan.models) else ""
         if kind == "free":
-            told.append(f"free: each layer has its own widths{of}{_SLOW if large else ''}")
+            rows.append(f"free: each layer has its own widths{of}{_SLOW if large else ''}")
         elif kind == "uniform":
             any_width = set(multiples.values()) == {"1"}
             width = "width" if any_width else f"width, a multiple of {_by_model('{}', multiples)},"
             groups, slow = _by_model("{} KV groups", heads), _ODD if any_width and large else ""
-            told.append(f"uniform: one MLP {width} for all layers, and one of {groups} in each{of}{slow}")
+            rows.append(f"uniform: one MLP {width} for all layers, and one of {groups} in each{of}{slow}")
         else:
             widths = f"MLP widths in multiples of {_by_model('{}', multiples)}, at least one KV group in every layer"
-            told.append(f"aligned: {widths}{of}{_FAST if large else ''}")
-    return [("" if index else "shape", line) for index, line in enumerate(told)]
+            rows.append(f"aligned: {widths}{of}{_FAST if large else ''}")
+    return [("" if index else "shape", line) for index, line in enumerate(rows)]
 
 
 # Mistral-7B's shape with 20% removed on an H100, beside the original (docs/gpu.md)
@@ -511,10 +512,10 @@ def memory_lines(plan: Plan) -> list[str]:
         f"most in stage {largest.stage.replace('_', '-')}: {size(largest.held)}, and {size(largest.activations)} of activations",
     ]
     for model in plan.models:
-        if (own := model.memory).way != model.ways[0].way:
-            copies = ", pruned copies whole in memory" if own.way.pruned_whole else ""
+        if (memory_plan := model.memory).way != model.ways[0].way:
+            copies = ", pruned copies whole in memory" if memory_plan.way.pruned_whole else ""
             lines.append(
-                f"{model.run.label}: {held_in_words(own)}{copies}; with the whole model in memory a trial would take "
+                f"{model.run.label}: {held_in_words(memory_plan)}{copies}; with the whole model in memory a trial would take "
                 f"{size(model.ways[0].total)}"
             )
     for name, ways in plan.gpu_ways.items():
@@ -545,9 +546,9 @@ _WAYS = {
 
 def held(plan: Plan, name: str) -> tuple[str, str]:
     """The peak of a stage, and in which way models are held, of all that differ."""
-    found = [(model.memory, stage) for model in plan.models for stage in model.memory.stages if stage.stage == name]
-    ways = dict.fromkeys(stage.way for _, stage in found)
-    return size(max(memory.peak(stage) for memory, stage in found)), " / ".join(ways)
+    stages = [(model.memory, stage) for model in plan.models for stage in model.memory.stages if stage.stage == name]
+    ways = dict.fromkeys(stage.way for _, stage in stages)
+    return size(max(memory.peak(stage) for memory, stage in stages)), " / ".join(ways)
 
 
 def resources_line(plan: Plan) -> str:
@@ -629,17 +630,17 @@ def node_lines(plan: Plan) -> list[str]:
     table: list[tuple[str, ...]] = [("", "CPUs", "memory", "GPUs", "clock")]
     for node in plan.nodes:
         cpus, gpus = node.resources.get("CPU", 0), node.resources.get("GPU", 0)
-        told = ("-", "no trials here", "-")
+        cells = ("-", "no trials here", "-")
         if node.memory is not None:
             kinds = ", ".join(sorted({gpu.name for gpu in node.gpus}))
             free = min((gpu.memory.available for gpu in node.gpus), default=0)
             total = min((gpu.memory.total for gpu in node.gpus), default=0)
-            told = (
+            cells = (
                 f"{size(node.memory.available)} of {size(node.memory.total)} free",
                 f"{gpus:g} {kinds}, {size(free)} of {size(total)} free" if kinds else f"{gpus:g}",
                 f"{node.skew_s:+.0f} s" if node.skew_s else "equal",
             )
-        table.append((node.name, f"{cpus:g}", *told))
+        table.append((node.name, f"{cpus:g}", *cells))
     versions = ", ".join(f"{name} {version}" for name, version in workers[0].versions.items())
     return [f"{len(plan.nodes)}, all with {versions}; one storage, the same models and data", *aligned(table)]
 

@@ -61,19 +61,19 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
     from tune_prune.models.loading import load_model
 
     opened = api.open(args.model, revision=args.revision, dtype=args.dtype, device=args.device, base=args.base)
-    own = opened.loaded()
-    models = {opened.label: own.model}
+    loaded = opened.loaded()
+    models = {opened.label: loaded.model}
     if opened.manifest is not None or args.base is not None:
-        dense = load_model(opened.base, own.model.dtype, opened.device)
-        models = {"dense": dense.model, "pruned": own.model}
-    found = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
-    rows = {name: layers.sizes(model, own.family) for name, model in models.items()}
-    if len(found) > 1:
-        say(f"{generation_speed.verdict_of(found)}\n")
-    say(f"{layers.size_table(rows, {})}\n\n{generation_speed.speed_table(found)}")
+        dense = load_model(opened.base, loaded.model.dtype, opened.device)
+        models = {"dense": dense.model, "pruned": loaded.model}
+    speeds = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
+    rows = {name: layers.sizes(model, loaded.family) for name, model in models.items()}
+    if len(speeds) > 1:
+        say(f"{generation_speed.verdict_of(speeds)}\n")
+    say(f"{layers.size_table(rows, {})}\n\n{generation_speed.speed_table(speeds)}")
     if output is not None:
-        first = found[next(reversed(found))]
-        content = {name: asdict(one) | asdict(rows[name]) for name, one in found.items()}
+        first = speeds[next(reversed(speeds))]
+        content = {name: asdict(one) | asdict(rows[name]) for name, one in speeds.items()}
         about = {"prefill_tokens_per_s": first.prefill_tokens_per_s, "conditions": generation_speed.conditions(first)}
         open_store(output.parent).put(output.name, to_json(about | {"models": content}))
         say(f"\nrecord       {output}")
@@ -106,49 +106,49 @@ def _of_search(args: argparse.Namespace) -> None:
         raise UserError(why_nothing(study))
     if args.model is not None and args.model not in findings.models:
         raise UserError(f"--model {args.model} is not in {args.config}; {did_you_mean(args.model, findings.models)}")
-    chosen = {label: found for label, found in findings.models.items() if args.model in (None, label)}
-    runs = {label: _run_of(found, args.config) for label, found in chosen.items()}
+    chosen = {label: model_findings for label, model_findings in findings.models.items() if args.model in (None, label)}
+    runs = {label: _run_of(model_findings, args.config) for label, model_findings in chosen.items()}
     if args.base is not None and len({run.label for run in runs.values()}) > 1:
         raise UserError(f"--base {args.base} is one model, and {args.config} has several; choose one with --model")
     flags.limit_threads()
     opened: dict[str, LoadedModel] = {}  # the last dense model, by its label in the search
-    measured, kept = 0, dict[str, None]()  # in which folders
-    for label, found in chosen.items():
+    measured, folders = 0, dict[str, None]()  # in which folders
+    for label, model_findings in chosen.items():
         run = runs[label]
         if run.label not in opened:
             opened.clear()
-            opened[run.label] = _dense(args, run, _fingerprint(findings, found, run))
-        candidates = list(_candidates(found, args.all))
+            opened[run.label] = _dense(args, run, _fingerprint(findings, model_findings, run))
+        candidates = list(_candidates(model_findings, args.all))
         measured += _measure(args, label, opened[run.label], candidates)
-        kept |= {str(candidate.store.path(SPEED)): None for candidate in candidates}
-    say(f"\nmeasured     {measured} of them now; all are kept in {', '.join(kept)}")
+        folders |= {str(candidate.store.path(SPEED)): None for candidate in candidates}
+    say(f"\nmeasured     {measured} of them now; all are kept in {', '.join(folders)}")
     say(f"report       tune-prune analysis {args.config}")
 
 
-def _candidates(found: ModelFindings, every: bool) -> Iterator[_Candidate]:
+def _candidates(findings: ModelFindings, every: bool) -> Iterator[_Candidate]:
     """Yield the configurations that any rule chooses, or all, the most accurate first. Of several draws the first stands for
     all."""
-    chosen = {name for names in found.chosen.values() for name in names}
-    for _, row in found.eligible.iterrows():
+    chosen = {name for names in findings.chosen.values() for name in names}
+    for _, row in findings.eligible.iterrows():
         if every or row["name"] in chosen:
             yield _Candidate(row["name"], location(row["output_dir"]))
 
 
-def _run_of(found: ModelFindings, asked: str) -> ModelRun:
+def _run_of(findings: ModelFindings, asked: str) -> ModelRun:
     from tune_prune.core.config import ModelRun
     from tune_prune.core.validation import validated
 
-    if found.model.source is None or found.model.kind == "published":
+    if findings.model.source is None or findings.model.kind == "published":
         raise UserError(
-            f"{asked} does not say which model {found.model.label} is, as it is no experiment or has lost its experiment.json; "
+            f"{asked} does not say which model {findings.model.label} is, as it is no experiment or has lost its experiment.json; "
             "name the folder of a search"
         )
-    return validated(ModelRun, found.model.source)
+    return validated(ModelRun, findings.model.source)
 
 
-def _fingerprint(findings: Findings, found: ModelFindings, run: ModelRun) -> str | None:
+def _fingerprint(findings: Findings, model_findings: ModelFindings, run: ModelRun) -> str | None:
     """Return the fingerprint of the model that was searched; None where experiment.json does not tell."""
-    for folder in found.model.origins:
+    for folder in model_findings.model.origins:
         entry = findings.study.experiments.get(folder, {}).get("models", {}).get(run.label, {})
         if fingerprint := entry.get("meaning", {}).get("model"):
             return str(fingerprint)
