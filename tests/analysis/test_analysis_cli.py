@@ -93,28 +93,6 @@ print(err.getvalue())
     assert "error: nothing to analyse was named" in out
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([], "nothing to analyse was named"),
-        (["--csv", "all_methods_results.csv"], "is not MODEL=PATH"),
-        (["--csv", "=x.csv"], "is not MODEL=PATH"),
-        (["--csv", "M=x.csv", "--baseline", "M"], "'M' is not MODEL=ACCURACY"),
-        (["--csv", "M=x.csv", "--baseline", "M=0"], "'M=0' is not MODEL=ACCURACY"),
-        (["--csv", "M=x.csv", "--baseline", "M=120"], "'M=120' is not MODEL=ACCURACY"),
-        (["x", "--rule", "luck"], "--rule: unknown value 'luck'; known: accuracy"),
-        (["x", "--seed", "-1"], "--seed"),
-        (["x", "--within", "1"], "--within 1 is for --rule smallest; give that rule, or leave it out"),
-        (["x", "--rule", "smallest", "--within", "nan"], "'nan' is no number of percentage points from 0 to 100"),
-        (["no-such-folder"], "no-such-folder is not a folder"),
-        (["--csv", "M=no-such.csv"], "no-such.csv cannot be read"),
-        (["x", "--frob"], "unknown flag --frob"),
-    ],
-)
-def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expected: str) -> None:
-    assert expected in refusal(*argv)
-
-
 @pytest.mark.parametrize("written", ["70%", *(pytest.param(text, marks=pytest.mark.slow) for text in ("0.7", "70"))])
 def test_a_baseline_and_percent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, written: str

@@ -77,6 +77,7 @@ search TINY --calibration wikitext : 'wikitext' ; did you mean 'wikitext2'?
 search TINY --calibration embedded+ : a mixture with an empty name
 search TINY --data-dir nope : --data-dir nope ; tasks/
 search TINY --memory 20 : --memory: '20' is not an amount of memory ; 20GiB
+search TINY --memory 0GiB : --memory: '0GiB' is not an amount of memory
 search TINY --gpus-per-trial 0.3 : --gpus-per-trial is 0.3 ; 0.25 ; 0.3333
 search TINY --gpus-per-trial 1.5 : 1.5 ; use 1 or 2
 search TINY --gpus-per-trial 1 : 1 GPUs ; at most ; --address
@@ -107,7 +108,16 @@ search TINY --track wandb,mlfow : --track: unknown value 'mlfow'; did you mean '
 search TINY --track , : --track ; names none
 search TINY --json : --json is for --status
 search SPACE smoke --gpu h100 : --gpu plans ; add --dry-run, or leave it out
-search TINY --gpu warp9 : --gpu: 'warp9' is no GPU that is known here
+search TINY --gpu 4080 : '4080' is no GPU that is known here ; did you mean 'RTX 4090'? known: A100 40GB,
+search TINY --gpu ' ' : ' ' is no GPU that is known here
+search TINY --gpu 0x4090 : 0 GPUs of a machine; it can be from 1 to 16
+search TINY --gpu 17xh100 : 17 GPUs of a machine; it can be from 1 to 16
+search TINY --gpu h100 --gpus-per-trial 0 : --gpus-per-trial 0 runs trials on CPUs ; leave one of them out
+search TINY --gpu h100 --gpus-per-trial 2 : is 2, but --gpu is 1 x H100 (79.1 GiB) ; e.g. --gpu 2x4090 for two
+search TINY --gpu 4090 --memory 100MiB : in its leanest way ; use --memory 6 ; or more, or a smaller model
+search TINY --gpu 512MiB --dtype bfloat16 : smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model
+search TINY --gpu 512MiB : larger --gpu, use --dtype bfloat16, or choose a smaller model
+search TINY --gpu h100 --address auto : --address for a cluster ; leave one of them out
 search --status nope --gpu 4090 --dry-run : the experiment 'nope'
 search --status file : the experiment 'file', which is not in
 search --status ./gone : which is not in ray_results
@@ -153,7 +163,18 @@ speed --config nowhere : is not a folder
 speed --model tiny-llama --output list.json : is no record of a speed
 speed --model tiny-llama --new-tokens 0 : --new-tokens: '0' is not a whole number
 analysis x --perc : unknown flag --perc, did you mean --percent?
+analysis : nothing to analyse was named
+analysis no-such-folder : no-such-folder is not a folder
+analysis --csv all_methods_results.csv : is not MODEL=PATH
+analysis --csv =x.csv : is not MODEL=PATH
+analysis --csv M=no-such.csv : no-such.csv cannot be read
+analysis --csv M=x.csv --baseline M : 'M' is not MODEL=ACCURACY
+analysis --csv M=x.csv --baseline M=0 : 'M=0' is not MODEL=ACCURACY
+analysis --csv M=x.csv --baseline M=120 : 'M=120' is not MODEL=ACCURACY
 analysis x --rule luck : --rule: unknown value 'luck'; known: accuracy, gold_logprob
+analysis x --seed -1 : --seed
+analysis x --within 1 : --within 1 is for --rule smallest
+analysis x --rule smallest --within nan : 'nan' is no number of percentage points from 0 to 100
 analysis x --overwrite : --overwrite is for --export-study
 analysis x --export-study y.db --rule kl : --rule is for the report, and --export-study writes the trials alone
 analysis x --export-study y.db --percent : --percent is for the report

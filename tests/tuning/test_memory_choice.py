@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import tune_prune
-from tests.search_folders import TINY, data_folder, model_folder
-from tune_prune.commands import prune, search
+from tests.search_folders import data_folder, model_folder
+from tune_prune.commands import prune
 from tune_prune.core import machine
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog
@@ -159,14 +159,6 @@ def test_no_number_knows_the_way(bound: int, tmp_path: Path, monkeypatch: pytest
         {"importance": in_file, "removal": in_file, "zero_shot": ""},
         {"importance": in_file, "removal": in_file, "zero_shot": in_file},
     ]
-
-
-@pytest.mark.usefixtures("nothing_created")
-@pytest.mark.parametrize("text", ["20", "lots", "0GiB"])
-def test_nonsense_is_a_sentence(text: str, refused: Callable[..., str]) -> None:
-    assert f"{text!r} is not an amount of memory" in refused(search.main, *TINY, "--memory", text)
-    with pytest.raises(UserError, match=r"memory: .* is not an amount of memory"):
-        tune_prune.open("tiny-llama", memory=text)
 
 
 def test_too_little_memory_is_a_sentence_with_what_would_fit(refusal: Callable[..., str], bound: int) -> None:

@@ -119,36 +119,6 @@ def test_kinds_are_known_however_they_are_written() -> None:
     assert str(parse_card(" 4 x l40s ")) == "4 x L40S (44.4 GiB each)" and parse_card("16GiB").memory == 16 * GIB
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--gpu", "4080"), r"'4080' is no GPU that is known here, .* did you mean 'RTX 4090'\? known: A100 40GB, "),
-        (("--gpu", " "), "' ' is no GPU that is known here"),
-        (("--gpu", "0x4090"), "0 GPUs of a machine; it can be from 1 to 16"),
-        (("--gpu", "17xh100"), "17 GPUs of a machine; it can be from 1 to 16"),
-        (("--gpu", "h100", "--gpus-per-trial", "0"), "--gpus-per-trial 0 runs trials on CPUs; leave one of them out"),
-        (
-            ("--gpu", "h100", "--gpus-per-trial", "2"),
-            r"is 2, but --gpu is 1 x H100 \(79.1 GiB\); name as many, e.g. --gpu 2x4090 for two, or use fewer",
-        ),
-        (
-            ("--gpu", "4090", "--memory", "100MiB"),
-            r"in its leanest way .*use --memory 6\d\dMiB or more, or a smaller model",
-        ),
-        (
-            ("--gpu", "512MiB", "--dtype", "bfloat16"),
-            "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model$",
-        ),
-        (("--gpu", "512MiB"), "larger --gpu, use --dtype bfloat16, or choose a smaller model$"),
-        (("--gpu", "h100", "--address", "auto"), "--address for a cluster; leave one of them out"),
-    ],
-)
-def test_what_cannot_be_planned_for_is_a_sentence(
-    flags: tuple[str, ...], says: str, refused: Callable[..., str]
-) -> None:
-    assert re.search(says, refused(search.main, *TINY, "--dry-run", *flags))
-
-
 def test_what_was_searched_here_is_no_part_of_it(
     tmp_path: Path, plan_text: Callable[..., str], printed: Callable[..., str]
 ) -> None:
@@ -158,7 +128,3 @@ def test_what_was_searched_here_is_no_part_of_it(
     for card in ("4090", "t4"):
         out = plan_text(*argv, "--gpu", card)
         assert "trials are done" not in out and re.search(r"^zero-shot +7 ", out, re.MULTILINE), out
-
-
-def test_nothing_is_searched_for_a_card(refused: Callable[..., str]) -> None:
-    assert "add --dry-run, or leave it out" in refused(search.main, *TINY, "--gpu", "h100")
