@@ -267,9 +267,8 @@ def test_a_plan_that_leaves_no_working_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("old", [False, True], ids=["", "of an older version"])
 def test_a_damaged_plan_is_computed_again(
-    searched: Searched, tmp_path: Path, old: bool, capfd: pytest.CaptureFixture[str], caplog: Any
+    searched: Searched, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     experiment = tmp_path / "changed"
     shutil.copytree(searched.folder, experiment, ignore=shutil.ignore_patterns("tune", "best", "tensorboard"))
@@ -277,8 +276,6 @@ def test_a_damaged_plan_is_computed_again(
     plan = read(path)
     damaged = plan | {"layers": [plan["layers"][0] | {"kept_channels": [3, 3]}, *plan["layers"][1:]]}
     path.write_text(json.dumps(damaged), encoding="utf-8")
-    if old:
-        as_of_an_older_version(experiment, path.parent.name)
     argv = ["--config", str(experiment), "--model", "tiny-llama", "--output", str(tmp_path / "o"), "--device", "cpu"]
     assert prune.main(argv) == 0
     assert f"{path} is " in caplog.text and "the plan is computed again" in caplog.text
