@@ -7,15 +7,11 @@ Needs torch, transformers, NumPy and pydantic only. Each line is printed as soon
 --limit seconds the process ends, also where one hangs, so that a machine lent for ten minutes loses nothing; what fails says
 why, and the rest goes on. In the order of their value, of a model of Mistral-7B's shape with random weights:
 
-    left behind     memory of the GPU that is gone after a plan has measured it in a process that ended: none should be
     versions        of what it is measured with, and the kernels that attention with a mask can take
-    first call      forward passes of one shape, the first and the third: kernels are loaded in the first, and no speed counts it
-    forecast        seconds of a forward pass and of a gradient pass as a plan foresees them, and as they are
     ways            a gradient pass and perplexity in every way to hold the model: seconds, and peak memory planned and taken
                     (streamed: weights come from host memory, so that no disk is measured)
     transfers       bytes per second to the GPU and back, from pageable and from pinned memory
     widths          matrix products of MLPs with an odd number of channels against multiples of 8 and of 64
-    pruning         seconds of slicing, foreseen and taken
     shared keys     causal attention whose query heads share keys, given as they are and repeated for each head, in both data types:
                     seconds, and memory beside what goes in and comes out
     shapes          attention on 50 masks of different shape, the first and the second time, with cuDNN's kernels and without
@@ -49,17 +45,12 @@ from tune_prune.checkpoint import generation_speed
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
-from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.devices import captured
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.mapped_model import map_model
-from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
-from tune_prune.pruning.surgery import prune
-from tune_prune.tuning import cost, gpus
-from tune_prune.tuning.cost import SpeedRequest, measure
-from tune_prune.tuning.gpus import visible_gpus
 from tune_prune.tuning.memory import Shapes
 
 WIDTHS = (11_469, 11_472, 11_520)  # 80% of Mistral-7B's 14,336: free, the next multiple of 8, the next of 64
@@ -74,17 +65,13 @@ class Bench:
         self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
 
     def measurements(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Name and function, in order of value; the first of them find a process that has not used the GPU."""
-        yield "left behind", self.left_behind
+        """Yield the name and the function of each measurement, in the order of their value."""
         yield "versions", self.versions
         self.model = build(self.args, self.device, self.dtype)
         self.family = family_of(self.model.config.model_type)
-        yield "first call", self.first_call
-        yield "forecast", self.forecast
         yield "ways", self.ways
         yield "transfers", self.transfers
         yield "widths", self.widths
-        yield "pruning", self.pruning
         yield "shared keys", self.shared_keys
         yield "shapes", self.shapes
         yield "sharing", self.sharing
@@ -115,18 +102,6 @@ class Bench:
 
         return timed(synchronised)[0]
 
-    def request(self) -> SpeedRequest:
-        config = build(self.args, torch.device("meta"), self.dtype).config
-        return SpeedRequest(config, str(self.dtype).removeprefix("torch."), self.args.device, 1, 512)
-
-    def left_behind(self) -> dict[str, float]:
-        def free() -> int:
-            return sum(gpu.memory.available for gpu in gpus.call(visible_gpus))
-
-        before = free()
-        self.speed = gpus.call(measure, self.request())
-        return {"bytes": before - free()}
-
     def forward(self, rows: int, length: int) -> Callable[[], object]:
         ids = torch.randint(self.model.config.vocab_size, (rows, length)).to(self.device)
 
@@ -136,28 +111,6 @@ class Bench:
 
         return run
 
-    def first_call(self) -> dict[str, float]:
-        first, _, third = (self.seconds(self.forward(8, 64)) for _ in range(3))
-        return {"first_s": first, "third_s": third}
-
-    def forecast(self) -> dict[str, float]:
-        rows, length = (2, 64) if self.args.tiny else (32, 512)
-        self.seconds(self.forward(rows, length))
-        windows = torch.randint(self.model.config.vocab_size, (rows, length))
-        tokens, speed = rows * length, self.speed
-
-        def gradients() -> object:
-            return taylor(self.model, self.family, windows, [rows])
-
-        self.seconds(gradients)
-        foreseen = tokens * (speed.gradient(length) + speed.head_gradient) + speed.snapshots["taylor"]
-        return {
-            "forward_foreseen_s": tokens * speed.forward(length),
-            "forward_s": self.seconds(self.forward(rows, length)),
-            "gradients_foreseen_s": foreseen,
-            "gradients_s": self.seconds(gradients),
-        }
-
     def ways(self) -> dict[str, float]:
         samples, length = (4, 32) if self.args.tiny else (64, 256)
         windows, device = torch.randint(self.model.config.vocab_size, (samples, length)), self.device
@@ -166,7 +119,7 @@ class Bench:
         work = STATISTIC.work([Need("taylor", "", samples)], length, geometry.num_layers, device.type)
         weights = {name: p.cpu() for name, p in self.model.named_parameters(remove_duplicate=False)}
         text = windows.flatten()
-        found: dict[str, float] = {}
+        measured: dict[str, float] = {}
         for plan in shapes.ways([("importance", work)]):
             if plan.way.pruned_whole or plan.way.states == "file":
                 continue
@@ -176,15 +129,15 @@ class Bench:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-            found[f"{name} s"] = self.seconds(partial(taylor, self.model, self.family, windows, [samples], way))
-            found[f"{name} planned_bytes"] = plan.largest.total
+            measured[f"{name} s"] = self.seconds(partial(taylor, self.model, self.family, windows, [samples], way))
+            measured[f"{name} planned_bytes"] = plan.largest.total
             if device.type == "cuda":
-                found[f"{name} bytes"] = torch.cuda.max_memory_allocated() - before
+                measured[f"{name} bytes"] = torch.cuda.max_memory_allocated() - before
             if way.states == "device" and not way.gradients_by_layer:
-                found[f"{name} perplexity s"] = self.seconds(
+                measured[f"{name} perplexity s"] = self.seconds(
                     partial(perplexity, self.model, text, length, residency=way)
                 )
-        return found
+        return measured
 
     def transfers(self) -> dict[str, float]:
         """Of a tensor as large as an MLP projection, as layers are brought and hidden states wait."""
@@ -200,21 +153,6 @@ class Bench:
                 self.seconds(copy)
                 found[f"{name}_{way}_bytes_per_s"] = here.nbytes / min(self.seconds(copy) for _ in range(5))
         return found
-
-    def plan(self) -> tuple[Geometry, PruningPlan]:
-        """Every fifth group and channel goes."""
-        geometry = read_geometry(self.model, self.family)
-        groups, channels = (
-            tuple(tuple(index for index in range(size) if index % 5) for size in sizes)
-            for sizes in (geometry.kv_heads, geometry.mlp_width)
-        )
-        return geometry, PruningPlan(groups, channels, 0, 0, geometry.total_params)
-
-    def pruning(self) -> dict[str, float]:
-        geometry, plan = self.plan()
-        weight_bytes = geometry.total_params * self.dtype.itemsize
-        taken = [self.seconds(lambda: prune(self.model, self.family, plan)) for _ in range(2)]
-        return {"foreseen_s": weight_bytes / cost.PRUNING_BYTES_PER_S[self.device.type], "taken_s": taken[1]}
 
     def widths(self) -> dict[str, float]:
         tokens, hidden = (64, 64) if self.args.tiny else (8192, 4096)

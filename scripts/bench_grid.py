@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from bench_common import COUNT, FROM_ZERO, Subject, add_dtype, benchmark_parser, sizes_of, subject, table, write_json
-from bench_passes import removal_kinds
+from published_way import removal_kinds
 
 from tune_prune.commands.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
@@ -119,7 +119,6 @@ def published_trial(order: dict[str, Any]) -> None:
     marks = {"": time.perf_counter()}
     import published_way
     from bench_lm_eval import write_definitions
-    from bench_passes import naive_removal_losses
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -187,7 +186,7 @@ def published_trial(order: dict[str, Any]) -> None:
     taylor(loaded.model, loaded.family, windows, [config.num_samples])
     again["gradients"] = time.perf_counter()
     if kinds:
-        naive_removal_losses(loaded, windows[:few], kinds)
+        published_way.naive_removal_losses(loaded, windows[:few], kinds)
     again["removal"] = time.perf_counter()
     perplexity.perplexity(model, held_out, window)
     again["perplexity"] = time.perf_counter()
@@ -207,15 +206,15 @@ def unused_removals(used: Sequence[str]) -> tuple[str, ...]:
 
 def differences(published: list[dict[str, Any]], search: dict[str, dict[str, float]]) -> list[str]:
     """Accuracies that are not the same in both ways, as text."""
-    found = []
+    sentences = []
     for trial in published:
         ours = search[trial["config"]]
         for name, value in trial["metrics"].items():
             if not math.isclose(value, ours[name], rel_tol=1e-4 if name == "ppl" else 1e-9):
-                found.append(
+                sentences.append(
                     f"{trial['config']}: {name} is {ours[name]:.6g} in the search, {value:.6g} the published way"
                 )
-    return found
+    return sentences
 
 
 def pass_tokens(configs: Sequence[PruningConfig], num_layers: int) -> dict[str, float]:

@@ -13,24 +13,34 @@ of this project, and a removed block that adds nothing, where that code returns 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-from bench_passes import without_block
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tune_prune.models.families import decoder_layers
+from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.loading import LoadedModel
 from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.passes.group_sums import group_sums
+from tune_prune.pruning.statistics import parse
 
 GRADIENT_BATCH = 8  # samples, the default of the published code
 
 
+def removal_kinds(method: str) -> tuple[str, ...]:
+    """The blocks whose removal losses the method decides by."""
+    named = [parse(name) for name in load_method(method).statistics]
+    return tuple(kind for statistic, kind in named if statistic == "block_removal")
+
+
 def gradient_pass(loaded: LoadedModel, windows: Tensor) -> GroupScores:
-    """I(group) from all `windows` [samples, seq_len]."""
+    """Return the importance of every group, I(group), from all `windows` [samples, seq_len]."""
     model = loaded.model.requires_grad_(True)
     for batch in windows.split(GRADIENT_BATCH):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -53,19 +63,19 @@ def removal_passes(loaded: LoadedModel, windows: Tensor, kinds: Sequence[str]) -
     def losses() -> list[float]:
         return [_loss(loaded.model, sample[None]) for sample in windows]
 
-    found = {"dense": np.array([losses()])}
+    by_kind = {"dense": np.array([losses()])}
     for kind in kinds:
         rows = []
         for layer in decoder_layers(loaded.model, loaded.family):
             with without_block(loaded, layer, kind):
                 rows.append(losses())
-        found[kind] = np.array(rows)
-    return found
+        by_kind[kind] = np.array(rows)
+    return by_kind
 
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, tokens: Tensor, window: int) -> float:
-    """Of `tokens` [N] in windows of `window` tokens, the last one shorter; every predicted token counts the same."""
+    """Return the perplexity of `tokens` [N] in windows of `window` tokens, the last one shorter, every token alike."""
     windows = [part[None] for part in tokens.split(window) if len(part) > 1]
     counts = [part.shape[1] - 1 for part in windows]
     total = sum(_loss(model, part) * count for part, count in zip(windows, counts, strict=True))
@@ -74,3 +84,43 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, window: int) -> float:
 
 def _loss(model: PreTrainedModel, sample: Tensor) -> float:
     return model(input_ids=sample, labels=sample, use_cache=False).loss.item()
+
+
+@torch.inference_mode()
+def naive_removal_losses(loaded: LoadedModel, windows: torch.Tensor, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Losses in nats [layers, samples] without each block, one whole forward pass for every layer, and the dense one."""
+    losses = NextTokenLosses(loaded.model)
+    parts: dict[str, list[np.ndarray]] = {kind: [] for kind in ("dense", *kinds)}
+    for batch in windows.split(batch_size(windows.shape[1], loaded.model.device.type)):
+        parts["dense"].append(_means(losses(batch))[None])
+        for kind in kinds:
+            rows = []
+            for layer in decoder_layers(loaded.model, loaded.family):
+                with without_block(loaded, layer, kind):
+                    rows.append(_means(losses(batch)))
+            parts[kind].append(np.stack(rows))
+    return {kind: np.concatenate(arrays, axis=1) for kind, arrays in parts.items()}
+
+
+def _means(losses: torch.Tensor) -> np.ndarray:
+    return losses.mean(dim=1).double().numpy()
+
+
+@contextmanager
+def without_block(loaded: LoadedModel, layer: torch.nn.Module, kind: str) -> Iterator[None]:
+    """`layer` without its block of that kind, which is not run; everything else is."""
+    family = loaded.family
+    name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]
+    block = layer if name is None else layer.get_submodule(name)
+
+    def nothing(hidden_states: torch.Tensor, *_: object, **__: object) -> object:
+        if kind == "layer":
+            return hidden_states
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if kind == "attention" else zeros
+
+    block.forward = nothing
+    try:
+        yield
+    finally:
+        del block.forward  # the class's own is back

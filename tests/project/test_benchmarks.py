@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models import catalog
@@ -30,64 +28,6 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no real data at {DAT
 
 def positive(*values: float) -> bool:
     return all(math.isfinite(value) and value > 0 for value in values)
-
-
-@pytest.mark.slow
-def test_passes(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--model", "tiny-llama", "--threads", "1", "--repeats", "1", "--num-samples", "4,5,10"]
-    values = bench("passes", *argv, "--seq-len", "8,16,24,32,48")
-    assert values["configurations"] == 45  # methods x seq_len x num_samples, as many as of the published grid
-    (model,) = values["models"]
-    gradient, removal = model["gradient"], model["removal"]
-    assert gradient["passes"] == {"shared": 5, "per_trial": 45, "ratio": 9.0}
-    assert gradient["samples"] == {"shared": 5 * 10, "per_trial": 3 * 5 * 19, "ratio": 5.7}
-    assert gradient["tokens"]["shared"] == 10 * (8 + 16 + 24 + 32 + 48)
-    assert gradient["bit_equal"] is True
-    assert removal["passes"] == {"shared": 5, "per_trial": 30, "ratio": 6.0}
-    assert removal["largest_difference"] < 1e-5
-    layers = model["layers"]
-    # By hand at one seq_len: removal samples are 1, 1 and 2; kinds are layer alone, then attention and mlp.
-    shared, alone = 2 * (layers + 3 * layers * (layers - 1) / 2), 4 * (2 * layers + 3 * layers * (layers - 1))
-    assert removal["token_layers"]["ratio"] == pytest.approx(alone / shared)
-    assert positive(*(part["seconds"][way] for part in (gradient, removal) for way in ("shared", "per_trial")))
-    out = capsys.readouterr().out
-    assert "equals a direct pass bit for bit" in out and "the same bits in every way" in out
-    ways = model["ways"]
-    assert list(ways["seconds"]) == list(ways["ratio"]) and set(ways["ratio"]) == {"whole", "by layer", "streamed"}
-    for ratio, clock in (("ratio", "seconds"), ("cpu_ratio", "cpu_seconds")):
-        for way, value in ways[ratio].items():
-            assert value == pytest.approx(ways[clock][way] / ways[clock]["whole"]) and value > 0
-    assert ways["bit_equal"] is True
-
-
-@needs_data
-def test_ways_alone_of_a_model_in_a_folder_and_their_difference(
-    bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = importlib.import_module("bench_passes")
-    real = module.taylor
-
-    def wrong(model: Any, family: Any, windows: Any, snapshots: list[int], way: Any) -> Any:
-        return real(model, family, windows.flip(0) if way.streamed else windows, snapshots, way)
-
-    monkeypatch.setattr(module, "taylor", wrong)
-    folder = embedded.model_dir("tiny-llama")
-    argv = ["--threads", "1", "--repeats", "1", "--seq-len", "16", "--num-samples", "2,4", "--only-ways"]
-    (model,) = bench("passes", "--model", str(folder), *argv)["models"]
-    assert model["model"] == "tiny-llama" and "gradient" not in model and model["ways"]["bit_equal"] is False
-    assert "importances DIFFER between the ways" in capsys.readouterr().out
-
-
-def test_passes_tell_a_difference(bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("bench_passes")
-    real = module.taylor
-
-    def wrong(model: Any, family: Any, windows: Any, snapshots: list[int], *way: Any) -> Any:
-        return real(model, family, windows if len(snapshots) > 1 else windows.flip(0), snapshots, *way)
-
-    monkeypatch.setattr(module, "taylor", wrong)
-    argv = ["--model", "tiny-llama", "--threads", "1", "--repeats", "1", "--seq-len", "16", "--num-samples", "2,4"]
-    assert bench("passes", *argv)["models"][0]["gradient"]["bit_equal"] is False
 
 
 def check_engine(values: dict[str, Any], items: int, tasks: tuple[str, ...] = ZERO_SHOT_TASKS) -> None:
@@ -119,13 +59,6 @@ def check_engine(values: dict[str, Any], items: int, tasks: tuple[str, ...] = ZE
 def test_engine(bench: Callable[..., dict[str, Any]]) -> None:
     argv = ["--model", "tiny-llama", "--limit", "4", "--count-limit", "6", "--repeats", "1", "--threads", "1"]
     check_engine(bench("engine", *argv, "--batch-sizes", "2,4"), 4)
-
-
-@needs_data
-@pytest.mark.slow
-def test_engine_on_real_files(bench: Callable[..., dict[str, Any]]) -> None:
-    argv = ["--model", "stories260K", "--limit", "4", "--repeats", "1", "--threads", "1", "--batch-sizes", "2,4"]
-    check_engine(bench("engine", *argv, "--tasks", "openbookqa,hellaswag"), 4, ("openbookqa", "hellaswag"))
 
 
 @pytest.mark.slow
@@ -183,101 +116,3 @@ def test_grid_tells_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences([same], search) == []
     other = {"config": "taylor-s16-n8", "metrics": {"acc_boolq": 0.5, "acc_piqa": 0.26}}
     assert [line.split(":")[1].split()[0] for line in differences([same, other], search)] == ["acc_piqa"]
-
-
-@pytest.mark.slow
-def test_overhead(bench: Callable[..., dict[str, Any]]) -> None:
-    argv = ["--model", "tiny-llama", "--trials", "1", "--limit", "3", "--num-samples", "8", "--search-space", ""]
-    values = bench("overhead", *argv, "--memory-trials", "12", "--memory-limit", "1", "--threads", "1")
-    (model,) = values["in_process"]
-    assert [row["part"] for row in model["parts"]] == ["passes", "baseline", "trial 1"]
-    for row in model["parts"]:
-        assert positive(row["wall"], row["forward"], row["outside"])
-        assert row["wall"] == pytest.approx(sum(row[name] for name in ("forward", "backward", "softmax", "outside")))
-        assert (row["backward"] > 0) == (row["part"] == "passes")
-    assert 0 < model["outside_share"] < model["outside_share_with_softmax"] < 1
-    memory = values["memory"]
-    assert [int(trial) for trial in memory["resident_bytes"]] == [10, 12]
-    assert memory["tensor_bytes"]["largest"] == memory["tensor_bytes"]["first"]  # trials leave no tensor behind
-    assert values["commands"] == []
-
-
-@pytest.mark.slow
-def test_overhead_of_a_search(bench: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    space = tmp_path / "two_trials.yaml"
-    space.write_text("search: grid\nmethod: taylor\nseq_len: 16\nnum_samples: [4, 8]\n", encoding="utf-8")
-    argv = [
-        "--search-space",
-        str(space),
-        "--model",
-        "tiny-llama",
-        "--trials",
-        "0",
-        "--limit",
-        "3",
-        "--tasks",
-        "boolq",
-        "--memory-trials",
-        "0",
-    ]
-    searches = bench("overhead", *argv, "--threads", "1")["commands"]
-    assert [search["way"] for search in searches] == ["Ray", "--inline"]
-    for search in searches:
-        assert search["trials"] == 2
-        assert 0 < search["stage_seconds"] < search["wall"] * search["slots"]
-        assert 0 < search["start"] < search["wall"] and 0 < search["outside_share"] < 1
-
-
-@needs_data
-@pytest.mark.slow
-def test_racing(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    values = bench("racing", "--grids", "1")
-    rules = values["simulated"]
-    for name, found in rules.items():
-        assert 0 < found["tokens"] <= found["largest_tokens"] <= 1, name
-        assert found["cases"] == 1 and found["same_winner"] <= found["same_or_within_noise"], name
-    assert "1 grids of 45 trials" in capsys.readouterr().out
-
-
-@needs_data
-def test_random_models_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    common = importlib.import_module("bench_common")
-    made = common.subject("0.05M", tmp_path)
-    sizes = common.sizes_of(made.run())
-    assert 0.04e6 < sizes["layer_params"] < 0.06e6
-    for name, (hidden, layers, heads, kv_heads, channels, _) in common.SIZES.items():
-        head = hidden // heads
-        params = layers * (2 * hidden * head * (heads + kv_heads) + 3 * hidden * channels)
-        assert hidden % heads == heads % kv_heads == 0
-        assert 0.9 <= params / (float(name.partition("M")[0]) * 1e6) <= 1.1, (name, params)
-    again = common.random_model(tmp_path / "again", *common.SIZES["0.05M"])
-    assert (again / "model.safetensors").read_bytes() == (Path(made.location) / "model.safetensors").read_bytes()
-
-
-@needs_data
-def test_a_cut_vocabulary_is_the_beginning_of_the_whole_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    common = importlib.import_module("bench_common")
-    whole, cut = (
-        AutoTokenizer.from_pretrained(common.random_model(tmp_path / str(size), 48, 2, 4, 2, 128, size))
-        for size in (None, 1000)
-    )
-    assert (len(whole), len(cut)) == (50_257, 1000)
-    text = "Structured pruning takes out whole parts.\n\nDéjà vu – 42!"
-    assert cut.decode(cut(text)["input_ids"]) == text
-    assert len(cut(text)["input_ids"]) > len(whole(text)["input_ids"])
-    pieces = {token: index for token, index in whole.get_vocab().items() if index < 999}
-    assert cut.get_vocab() == pieces | {common.END: 999}
-
-
-@needs_data
-def test_a_limit_cuts_the_text_as_it_cuts_the_items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    cut = Path(importlib.import_module("bench_common").subject("stories260K", tmp_path, limit=100).data)
-    text, whole = (folder / "text" / "wikitext2-raw.test.txt" for folder in (cut, DATA))
-    rows = [len(path.read_text(encoding="utf-8").strip().split("\n")) for path in DATA.glob("tasks/*/*.jsonl")]
-    share = 100 * len(rows) / sum(rows)  # every file has more than 100
-    assert len(text.read_text(encoding="utf-8")) == pytest.approx(share * len(whole.read_text(encoding="utf-8")), abs=1)
-    assert (cut / "tasks" / "piqa" / "validation.jsonl").is_file()
-    assert {path.name for path in (cut / "text").iterdir()} == {path.name for path in (DATA / "text").iterdir()}

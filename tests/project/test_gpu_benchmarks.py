@@ -10,10 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.project.test_benchmarks import positive
 
@@ -82,30 +80,6 @@ with gpu_measurements.Slot("test", 0.3, Path({str(path)!r}), {{"device": "cpu"}}
     assert ("Timeout" in run.stderr) == (code == 1)
 
 
-def test_a_slot_goes_on_where_one_fails_and_ends_with_that(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    gpu_measurements = importlib.import_module("gpu_measurements")
-
-    def full() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with gpu_measurements.Slot("test", 60, None) as slot:
-        for function in (full, lambda: {"bytes": 1}):
-            slot.add(slot.told(function))
-        slot.check()
-        slot.add(slot.told(lambda: {"seconds": 1 / 0}))
-        values = slot.finish(more=2)
-    assert values["measurements"] == [
-        {"out_of_memory": True}, {"bytes": 1}, {"error": "ZeroDivisionError: division by zero"},
-    ]  # fmt: skip
-    assert values["complete"] is True and values["more"] == 2
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    with pytest.raises(SystemExit, match="1 measurements failed"):
-        slot.check()
-
-
 @pytest.mark.slow
 def test_what_plans_assume_of_a_gpu_on_a_cpu(
     run_without: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -128,11 +102,3 @@ def test_what_plans_assume_of_a_gpu_on_a_cpu(
     monkeypatch.syspath_prepend(str(SCRIPTS))
     importlib.import_module("bench_gpu_plan").main(["--device", "cpu", "--tiny", "--limit", "-1"])
     assert json.loads(capsys.readouterr().out) == {"stopped before": "left behind"}
-
-
-def test_a_training_step(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    """On a CPU there is no graph, and both trainings are the same."""
-    (step,) = bench("training_step", "--device", "cpu", "--tiny")["steps"]
-    assert step["largest_difference"] == 0 and (step["layers"], step["dtype"], step["rank"]) == (2, "float32", 8)
-    assert positive(*(step[way][name] for way in ("kernel_by_kernel", "graph") for name in ("s", "first_s")))
-    assert "ms one by one" in capsys.readouterr().out

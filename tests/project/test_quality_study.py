@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -82,29 +81,6 @@ def test_the_searches_make_every_row_of_every_record(
             assert there[row["model"], row["configuration"]] >= row["draws"], (record, row["configuration"])
             if row["configuration"] == table["reference"]:
                 assert row["kl_text_regained"] == row["kl_text_stderr"] == 0
-
-
-def test_the_texts_of_mixtures(tmp_path: Path, commands: list[tuple[str, ...]]) -> None:
-    study(tmp_path, "smollm2-135m", "--tables", "quality_more_questions,quality_uniform").run()
-    spaces = [Path(words[words.index("--search-space") + 1]) for words in commands]
-    names = [words[-1] for words in commands]
-    trained, winners, uniform = (
-        f"quality-{name}-smollm2" for name in ("more-questions", "winners-first-draw", "uniform")
-    )
-    assert sorted(names) == sorted(
-        [trained, winners, winners, "quality-recipe-first-draw-smollm2", uniform]
-    )  # a search of two tables runs once
-    text = str(tmp_path / "text" / "wikitext2-tokenised.valid.txt")
-    (mixture,) = search_space.load(str(spaces[names.index(trained)])).values["calibration"]
-    assert mixture is not None
-    first, *thirds = mixture.split("+")
-    assert first == text
-    asked = [re.findall(r"question (\d)", Path(third).read_text()) for third in thirds]
-    assert asked == [["0", "3"], ["1", "4"], ["2", "5"]]
-    (mixture,) = search_space.load(str(spaces[names.index(uniform)])).values["calibration"]
-    assert mixture is not None
-    assert mixture.split("+")[0] == text and Path(mixture.split("+")[1]).read_text().count("question") == 6
-    assert search_space.load(str(spaces[names.index(winners)])).values["calibration"] == (None,)
 
 
 def row(name: str, **values: Any) -> dict[str, Any]:

@@ -115,11 +115,6 @@ def test_what_fails_is_said_and_the_rest_is_measured(time: str, tmp_path: Path) 
         assert lines == (embedded.tasks_dir() / task / "test.jsonl").read_text(encoding="utf-8").splitlines()[:4]
 
 
-def test_the_numbers_may_go_where_the_models_do(tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    assert run("--work", new, "--output", new / "sizes.json", "--print", "mistral").returncode == 0
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -98,22 +98,6 @@ def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "output" / "dense.json").read_text()) == {"acc_mean": 0.42}
 
 
-def test_contenders_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = (
-        "--contenders",
-        "taylor-s256-n128,layerwise-s32-n256",
-        "--ratios-of",
-        "layerwise-s32-n256,taylor-s256-n512",
-    )
-    *searches, analysis = commands_of(monkeypatch, tmp_path, *named, "--rule", "accuracy")
-    spaces = [search_space.load(words[words.index("--search-space") + 1]).values for words in searches]
-    found = [(*space["method"], *space["seq_len"], *space["num_samples"]) for space in spaces[1:3]]
-    assert found == [("taylor", 256, 128), ("layerwise", 32, 256)] and spaces[3]["method"] == ("random",)
-    assert [space["method"] for space in spaces[4:]] == [("layerwise",), ("taylor",)]
-    assert all(space["pruning_ratio"] == (0.1, 0.2, 0.3) for space in spaces[4:])
-    assert analysis_parser().parse_args(analysis[1:]).rule == "accuracy"
-
-
 @pytest.mark.parametrize(
     ("flags", "ran", "said"),
     [
@@ -126,18 +110,3 @@ def test_what_a_study_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(UserError, match=said):
         commands_of(monkeypatch, tmp_path, *flags)
     assert len(list(tmp_path.glob("study-smollm2-*"))) == ran
-
-
-def test_a_dry_run_is_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = commands_of(monkeypatch, tmp_path, "--dry-run")
-    assert len(commands) == 1 and commands[0][-1] == "study-smollm2-grid"
-    assert not list(tmp_path.iterdir())
-
-
-def test_flags_of_the_searches_are_not_taken_for_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    args, more = study_smollm2.parser().parse_known_args(["--search", "optuna"])
-    assert (args.search_space, more) == ("paper_grid", ["--search", "optuna"])
-    with pytest.raises(SystemExit) as ended:
-        study_smollm2.parser().parse_known_args(["--storage-path", "s3://bucket/results"])
-    assert ended.value.code == 2
-    assert "argument --storage-path: s3://bucket/results is no folder" in capsys.readouterr().err

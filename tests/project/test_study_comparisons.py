@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow
 import pytest
 import study_comparisons
 
@@ -101,25 +100,3 @@ def test_differences_of_several_draws(study) -> None:
     assert found["draws_stderr"] == pytest.approx(100 * math.sqrt(between / 3), rel=1e-4)
     assert between > 0
     assert found["stderr"] == pytest.approx(math.hypot(found["items"], found["draws_stderr"]), rel=1e-4)
-
-
-def test_answers_of_boolq(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [
-        ("boolq", 1, [-2.0, -1.0]),
-        ("boolq", 0, [-3.0, -1.0]),
-        ("boolq", 0, [-1.0, -1.5]),
-        ("piqa", 1, [-2.0, -1.0]),
-    ]
-    table = pyarrow.Table.from_pylist(
-        [dict(zip(("task", "gold", "loglikelihoods"), own, strict=True)) for own in answers]
-    )
-    monkeypatch.setattr(study_comparisons, "columns_of", lambda folder, columns: table)
-    assert study_comparisons.yes_answers("trial") == (2, 1)
-
-
-def test_a_study_without_the_dense_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = simulated_study(tmp_path, ("alpha",), items=20)
-    grid.rename(tmp_path / "mine-grid")
-    argv = ["--storage-path", str(tmp_path), "--name", "mine", "--output", str(tmp_path / "out.csv")]
-    assert study_comparisons.main(argv) == 2
-    assert "alpha has no items of the dense model; run the study's grid again" in capsys.readouterr().err

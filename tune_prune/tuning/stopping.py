@@ -16,7 +16,7 @@ its right choice.
 Guarantee. With probability >= `confidence` the configuration that would come out best on ALL items is never stopped,
 however trials are ordered and however many run at a time. The probability is over the random order of the items; models
 and items are fixed. It is an approximation by the normal distribution, with a guard for small numbers below, and is held
-by simulation (tests/tuning/test_racing.py and test_race_gold.py, scripts/bench_racing.py), not a bound for every conceivable
+by simulation (tests/tuning/test_racing.py and test_race_gold.py), not a bound for every conceivable
 set of scores.
 
 The rule. k tasks; n_t of a task's N_t items have been seen; d_i is rival minus trial on item i: of accuracies -1, 0 or 1.
@@ -70,7 +70,7 @@ A trial is compared, at each level, with the trials of its own model and ratio t
 on if its accuracy is at least their median: accuracies of other models and sizes say nothing about it. The levels are the
 first slice with a quarter of the zero-shot items and its doublings. Finer slices before it are no levels: ASHA stops about
 half of the trials at its first level, whether the items can tell them apart or not. From a sixteenth of the items it spent
-27% of the tokens instead of 50% on 200 simulated grids (made as in scripts/bench_racing.py), but stopped the best
+27% of the tokens instead of 50% on 200 simulated grids, but stopped the best
 configuration in 2.5% of them. A search that is started again compares with the trials of that start only.
 
 A filter by KL: a trial whose predictions have moved far more than those of earlier trials ends before perplexity and items.
@@ -82,7 +82,7 @@ rung of a search by growing fidelities, as ASHA's are (tune_prune.tuning.stoppin
 
 over at least FEWEST trials of its group. Both have to be far off, as a method may move the text alone. The KLs of stopped trials
 count as well, else the median would fall with every one that is stopped. KL tells bad configurations from good ones, not good ones
-from each other: no guarantee comes with it (scripts/replay_kl_filter.py says what it would have done to finished searches).
+from each other: no guarantee comes with it (docs/studies/methods.md says what it would have done to finished searches).
 """
 
 from __future__ import annotations
