@@ -48,7 +48,7 @@ def write_views(
 
     `findings` are those of its `records`.
     """
-    best = {label: best_entry(found, store.folder) for label, found in findings.models.items()}
+    best = {label: best_entry(result, store.folder) for label, result in findings.models.items()}
     rows = frame(records, store.folder)
     texts = views(findings, findings.study.models, best, rows, store.folder) | across_view(findings)
     for name, text in texts.items():
@@ -70,8 +70,8 @@ def views(
     }
     methods = {label: _methods(findings, label) for label in labels if not findings.study.models[label].rows.empty}
     differences = {
-        label: [plain_values(pair, *pair) for pair in found.method_pairs.reset_index().to_dict("records")]
-        for label, found in findings.models.items()
+        label: [plain_values(pair, *pair) for pair in result.method_pairs.reset_index().to_dict("records")]
+        for label, result in findings.models.items()
         if label in labels
     }
     comparison = {"schema_version": SCHEMA_VERSION, "metric": "acc_mean", "models": methods, "differences": differences}
@@ -96,41 +96,41 @@ def relative(folder: str | None, base: Location) -> str | None:
     return Path(os.path.relpath(folder, base)).as_posix()
 
 
-def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
+def best_entry(result: ModelFindings, folder: Location) -> dict[str, Any]:
     """The best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
-    best, dense = found.best, found.model.baseline
+    best, dense = result.best, result.model.baseline
     return {
         **best["configuration"].to_dict(),
-        "source": None if found.model.source is None else dict(found.model.source),
+        "source": None if result.model.source is None else dict(result.model.source),
         **plain_values(best, "name", "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key"),
         "output_dir": relative(plain_value(best["output_dir"]), folder),
         "draws": plain_value(best["draws"]),
-        "tasks": {task: plain_values(row, "acc", "stderr") for task, row in found.tasks.drop("mean").iterrows()},
+        "tasks": {task: plain_values(row, "acc", "stderr") for task, row in result.tasks.drop("mean").iterrows()},
         "baseline": plain_values(dense, *dense) or None,
-        "perplexity_text": found.model.text,
-        "perplexity_window": found.model.window,
-        "retained_accuracy": found.retained(best["acc_mean"]),
-        "num_complete_trials": len(found.trials),
-        "within_noise": [name for name in found.tied if name != best["name"]],
-        "within_noise_basis": found.basis,
-        "edges": [{"hyperparameter": factor, "value": value, "edge": side} for factor, value, side in found.edges],
+        "perplexity_text": result.model.text,
+        "perplexity_window": result.model.window,
+        "retained_accuracy": result.retained(best["acc_mean"]),
+        "num_complete_trials": len(result.trials),
+        "within_noise": [name for name in result.tied if name != best["name"]],
+        "within_noise_basis": result.basis,
+        "edges": [{"hyperparameter": factor, "value": value, "edge": side} for factor, value, side in result.edges],
     }
 
 
 def _methods(findings: Findings, label: str) -> dict[str, Any]:
     """acc_mean of each method over its eligible configurations: n, mean, std (n - 1), min, max, best configuration."""
-    found = findings.models.get(label)
+    result = findings.models.get(label)
     methods = {}
     for method, trials in findings.study.models[label].rows.groupby("method", sort=False):
         row, n, best = {}, 0, None
         failed = len(trials) - len(
             ranked(trials)
         )  # of the trials: several complete ones may be draws of one configuration
-        if found is not None and method in found.methods.index:
-            row = found.methods.loc[method]
+        if result is not None and method in result.methods.index:
+            row = result.methods.loc[method]
             n = int(row["n"])
             names = ("name", *CALIBRATION, "acc_mean", "acc_mean_stderr", "ppl", "key")
-            best = plain_values(found.named(row["best"]), *names)
+            best = plain_values(result.named(row["best"]), *names)
         values = plain_values(row, "mean", "std", "min", "max")
         methods[str(method)] = {"n": n, "n_failed_or_stopped": failed, **values, "best": best}
     return methods
@@ -154,13 +154,13 @@ def across_view(findings: Findings) -> dict[str, str | None]:
     return {CROSS_MODEL_COMPARISON: to_json(comparison)}
 
 
-def best_command(found: ModelFindings) -> str | None:
+def best_command(result: ModelFindings) -> str | None:
     """`command` of the best configuration, on each of the draws that its accuracy is the mean of."""
-    source, draws = found.model.source, found.draws.get(found.best.name)
+    source, draws = result.model.source, result.draws.get(result.best.name)
     if source is None or draws is None:
-        return command(found.model, found.best)
+        return command(result.model, result.best)
     own = map(plain_value, draws["seed"])  # None: the run's
-    return command(found.model, found.best, sorted(int(source["seed"] if seed is None else seed) for seed in own))
+    return command(result.model, result.best, sorted(int(source["seed"] if seed is None else seed) for seed in own))
 
 
 def command(model: Model, row: Mapping[str, Any], seeds: Sequence[int] = ()) -> str | None:

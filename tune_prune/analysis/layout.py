@@ -38,13 +38,13 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
         if model.rows.empty:
             continue
         name = folder_name(model, taken)
-        found, folder, best = findings.models.get(label), output / f"consolidated_{name}", {}
-        if found is not None:
-            best[label] = best_entry(found, folder) | _evidence(found, findings)
+        result, folder, best = findings.models.get(label), output / f"consolidated_{name}", {}
+        if result is not None:
+            best[label] = best_entry(result, folder) | _evidence(result, findings)
         texts = views(findings, [label], best, model.rows, folder)
         written += FolderStore(folder).put_all(texts)
-        if found is not None:
-            written += _best(found, best[label], output / f"best_{name}")
+        if result is not None:
+            written += _best(result, best[label], output / f"best_{name}")
     return written + FolderStore(output).put_all(across_view(findings))
 
 
@@ -62,31 +62,31 @@ def folder_name(model: Model, taken: set[str]) -> str:
     return name
 
 
-def _evidence(found: ModelFindings, findings: Findings) -> dict[str, Any]:
+def _evidence(result: ModelFindings, findings: Findings) -> dict[str, Any]:
     """Return what stands behind a model's best configuration, and the command that runs it again."""
-    p_values = map(plain_value, found.eligible["p_value"])
+    p_values = map(plain_value, result.eligible["p_value"])
     selection: dict[str, Any] = {
-        "rule": found.rule,
-        "chosen": found.chosen,
-        "confidence_set": found.tied,
-        "p_value": dict(zip(found.eligible["name"], p_values, strict=True)),
-        "basis": found.basis,
-        "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),
+        "rule": result.rule,
+        "chosen": result.chosen,
+        "confidence_set": result.tied,
+        "p_value": dict(zip(result.eligible["name"], p_values, strict=True)),
+        "basis": result.basis,
+        "cross_fit": None if result.cross_fit is None else asdict(result.cross_fit),
     }
     if findings.rule == "smallest":
-        gap, chosen = found.against_dense, findings.smallest[found.model.series] is found
+        gap, chosen = result.against_dense, findings.smallest[result.model.series] is result
         difference = {} if gap is None else plain_values(vars(gap), "points", "stderr_points", "basis")
-        about = {"within_points": findings.within, "is_within": is_within(found), "smallest_of_all_ratios": chosen}
+        about = {"within_points": findings.within, "is_within": is_within(result), "smallest_of_all_ratios": chosen}
         selection |= about | {"to_dense": difference}
-    return {"model": found.model.label, "command": best_command(found), "selection": selection}
+    return {"model": result.model.label, "command": best_command(result), "selection": selection}
 
 
-def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[Path]:
-    place = found.best["output_dir"]
-    own = {"schema_version": SCHEMA_VERSION, **entry, "output_dir": relative(place, folder)}
+def _best(result: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[Path]:
+    place = result.best["output_dir"]
+    best_config = {"schema_version": SCHEMA_VERSION, **entry, "output_dir": relative(place, folder)}
     texts: dict[str, str | None] = {
-        BEST_OF_MODEL: to_json(own),
-        "evaluation/evaluation_results.json": to_json(_evaluation(found, entry)),
+        BEST_OF_MODEL: to_json(best_config),
+        "evaluation/evaluation_results.json": to_json(_evaluation(result, entry)),
     }
     trial = _trial(place)
     absent, damaged = {}, False
@@ -107,7 +107,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
     for name in (f"visualization/{name}" for name in _PICTURES if name not in drawn):
         texts[name], absent[name] = None, "it is drawn from the analysis/ files that are missing"
     readme = [
-        f"{found.best['name']}: the best of {len(found.eligible)} configurations of {found.model.label} by {found.rule}.",
+        f"{result.best['name']}: the best of {len(result.eligible)} configurations of {result.model.label} by {result.rule}.",
         "",
         "best_config.json                      the configuration, the evidence for it, the command that runs it again",
         "evaluation/evaluation_results.json    its accuracies, task by task, and its perplexity",
@@ -124,18 +124,18 @@ def _trial(place: str | None) -> Store | None:
     if not place:
         return None
     trial = open_store(place)
-    there = trial.folder.is_dir() if isinstance(trial.folder, Path) else bool(trial.names())
-    return trial if there else None
+    exists = trial.folder.is_dir() if isinstance(trial.folder, Path) else bool(trial.names())
+    return trial if exists else None
 
 
-def _evaluation(found: ModelFindings, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation(result: ModelFindings, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Accuracies as fractions; `dense` is the model before pruning, `retained` acc over that."""
     names = ("model", "name", "acc_mean", "acc_mean_stderr", "ppl", "params_count", "removed_fraction")
-    fit, tasks = found.cross_fit, found.tasks.drop("mean").astype({"items": "Int64"})
+    fit, tasks = result.cross_fit, result.tasks.drop("mean").astype({"items": "Int64"})
     return {
         "schema_version": SCHEMA_VERSION,
         **{name: entry[name] for name in (*names, "retained_accuracy", "baseline")},
-        **plain_values(found.best, "elapsed_time"),
+        **plain_values(result.best, "elapsed_time"),
         "acc_mean_cross_fitted": None if fit is None else fit.corrected,
         "acc_mean_cross_fitted_stderr": None if fit is None else fit.stderr,
         "tasks": {task: plain_values(row, *row) for task, row in tasks.to_dict("index").items()},

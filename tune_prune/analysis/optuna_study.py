@@ -100,8 +100,8 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
 def _objective(study: Study, model: Model) -> str:
     """Return what the searches of its trials looked for, if that is one thing; else accuracy."""
     settings = [study.experiments.get(origin, {}).get("settings") or {} for origin in model.origins]
-    found = {own.get("objective", "accuracy") for own in settings}
-    return found.pop() if len(found) == 1 else "accuracy"
+    objectives = {setting.get("objective", "accuracy") for setting in settings}
+    return objectives.pop() if len(objectives) == 1 else "accuracy"
 
 
 def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, objective: str) -> int:
@@ -128,19 +128,19 @@ def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
     """Return a distribution for every hyperparameter, over the levels that were tried."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    found: dict[str, BaseDistribution] = {}
+    distributions: dict[str, BaseDistribution] = {}
     for name, hyperparameter in HYPERPARAMETERS.items():
         levels = sorted(plain_value(level) for level in rows[name].dropna().unique())
         if not levels:
             continue
         low, high = levels[0], levels[-1]
         if hyperparameter.kind.is_text:
-            found[name] = CategoricalDistribution(levels)
+            distributions[name] = CategoricalDistribution(levels)
         elif isinstance(hyperparameter.kind, Whole):
-            found[name] = IntDistribution(low, high, log=0 < _LOG_SCALE * low <= high)
+            distributions[name] = IntDistribution(low, high, log=0 < _LOG_SCALE * low <= high)
         else:
-            found[name] = FloatDistribution(low, high)
-    return found
+            distributions[name] = FloatDistribution(low, high)
+    return distributions
 
 
 def _trial(
@@ -155,9 +155,9 @@ def _trial(
     known = math.isfinite(value)
     stopped = values["status"] == "stopped_early"
     known_values = {k: _json(v) for k, v in values.items() if v not in (None, "") and k not in _NOT_ATTRIBUTES}
-    own = {*_ATTRIBUTES, *(f"acc_{task}" for task in tasks_of(values))}
-    attributes = {name: value for name, value in known_values.items() if name in own}
-    attributes["more"] = {name: value for name, value in known_values.items() if name not in own}
+    listed = {*_ATTRIBUTES, *(f"acc_{task}" for task in tasks_of(values))}
+    attributes = {name: value for name, value in known_values.items() if name in listed}
+    attributes["more"] = {name: value for name, value in known_values.items() if name not in listed}
     complete = values["success"] and known
     trial = optuna.trial.create_trial(
         state=TrialState.COMPLETE if complete else TrialState.PRUNED if stopped else TrialState.FAIL,

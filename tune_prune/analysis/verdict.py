@@ -44,7 +44,7 @@ class Verdict:
     @cached_property
     def winner(self) -> ModelFindings:
         """Whose best is the best of all; of equal ones the first, which is not trained."""
-        scores = score(pd.DataFrame([found.best for found in self.members]), self.rule)
+        scores = score(pd.DataFrame([result.best for result in self.members]), self.rule)
         return self.members[0 if np.isnan(scores).all() else int(np.nanargmax(scores))]
 
     @cached_property
@@ -52,7 +52,7 @@ class Verdict:
         """The eligible rows of all members, the most accurate first, with the `p_value` of a comparison of all of them."""
         if len(self.members) == 1:
             return self.members[0].eligible
-        rows = pd.concat([found.eligible for found in self.members], ignore_index=True)
+        rows = pd.concat([result.eligible for result in self.members], ignore_index=True)
         order = rows["acc_mean"].astype("float64").round(ACCURACY_DIGITS)
         rows = rows.loc[order.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
         return rows.assign(p_value=self._compared(rows).p_value)
@@ -62,8 +62,8 @@ class Verdict:
         scores, _ = paired_scores(rows, first.items)
         errors, draws = (rows[name].to_numpy(np.float64) for name in ("acc_mean_stderr", "draw_stderr"))
         of_items = np.sqrt(np.maximum(0, errors**2 - np.nan_to_num(draws) ** 2))
-        between = [found.draw_variance for found in self.members]
-        control = [found.control_variances.get("acc_mean") for found in self.members]
+        between = [result.draw_variance for result in self.members]
+        control = [result.control_variances.get("acc_mean") for result in self.members]
         return compare(
             rows["acc_mean"].to_numpy(np.float64),
             of_items,
@@ -81,11 +81,11 @@ class Verdict:
     @property
     def line(self) -> str:
         """`best`, for the screen."""
-        found, best = self.winner, self.winner.best
+        result, best = self.winner, self.winner.best
         parts = [f"accuracy {pm(best['acc_mean'], best['acc_mean_stderr'])}"]
         if (runs := int(best["draws"])) > 1:
             parts[0] += f" (mean of {runs} runs with other sample text)"
-        if (retained := found.retained(best["acc_mean"])) is not None:
+        if (retained := result.retained(best["acc_mean"])) is not None:
             parts[0] += f", {retained:.1%} of the original's"
         if self.rule == "accuracy":
             parts += self._close()
@@ -94,7 +94,7 @@ class Verdict:
             value = abs(float(score(pd.DataFrame([best]), self.rule)[0]))
             shown_value = printed(-value if self.rule == "gold_logprob" else value, form)
             parts = [f"{what}, {shown_value}, as --objective asks", *parts, "the table below goes by accuracy"]
-        return fold(f"best         \t{self.model}: {in_words(found)}: {'; '.join(parts)}")
+        return fold(f"best         \t{self.model}: {in_words(result)}: {'; '.join(parts)}")
 
     def _close(self) -> list[str]:
         """Return how many others are too close to the most accurate to call."""
@@ -113,9 +113,9 @@ def clearly_better(compared: int, others: int) -> str:
     return f"clearly better than {f'all {compared} others' if compared > 1 else 'the other one'}{told}"
 
 
-def in_words(found: ModelFindings) -> str:
+def in_words(result: ModelFindings) -> str:
     """The best configuration of a model for a person, e.g. `taylor on 128 samples of 64 tokens, repaired`."""
-    best, rows = found.best, found.model.rows
+    best, rows = result.best, result.model.rows
     shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
     return without_draw(best).in_words(shown)
 
@@ -123,8 +123,8 @@ def in_words(found: ModelFindings) -> str:
 def verdicts(findings: Findings) -> dict[str, Verdict]:
     """Return the verdicts by the model's label without training."""
     members: dict[str, list[ModelFindings]] = {}
-    for found in findings.models.values():
-        members.setdefault((found.untrained or found).model.label, []).append(found)
+    for result in findings.models.values():
+        members.setdefault((result.untrained or result).model.label, []).append(result)
     rule = findings.rule if findings.rule in MEASURES else "accuracy"
     return {label: Verdict(label, own, rule) for label, own in members.items()}
 
@@ -151,7 +151,7 @@ def decision(findings: Findings, keep: Mapping[str, str]) -> str:
     winners, verdict = [one.winner for one in every], {own.model.label: one for one in every for own in one.members}
     if findings.rule == "smallest":
         winners = list(findings.smallest.values())
-    lines = [("", f"{found.model.label}: {sentence(found, verdict[found.model.label].rows)}") for found in winners]
+    lines = [("", f"{result.model.label}: {sentence(result, verdict[result.model.label].rows)}") for result in winners]
     lines[0] = ("best", lines[0][1])
     if findings.rule != "accuracy":
         lines.append(("", f"chosen by --rule {findings.rule}: {format_message(findings.meaning(findings.rule))}"))
@@ -161,7 +161,7 @@ def decision(findings: Findings, keep: Mapping[str, str]) -> str:
         quoted = names(scores, most=_SHOWN)
         lines.append(("", f"quote {quoted} in a paper: cross-fitted, without the luck of being chosen"))
     text = [_folded(f"{head:{_INDENT}}\t{line}") for head, line in lines]
-    able = [found.model.label for found in winners if found.model.label in keep]
+    able = [result.model.label for result in winners if result.model.label in keep]
     text += [f"{'keep':{_INDENT}}{keep[label]}" for label in able[:1]]  # in one line, to be copied
     if others := able[1:]:
         rest = "the same with the best_config.json of each and another --output"
@@ -174,25 +174,25 @@ def _folded(line: str) -> str:
     return fold(line.replace(" ± ", "_±_")).replace("_±_", " ± ")
 
 
-def sentence(found: ModelFindings, compared: pd.DataFrame) -> str:
+def sentence(result: ModelFindings, compared: pd.DataFrame) -> str:
     """The configuration that was chosen, its accuracy and what it keeps, and how many others of those that were `compared`
     (`Verdict.rows`) are too close to call."""
-    best, retained = found.best, found.retained(found.best["acc_mean"])
+    best, retained = result.best, result.retained(result.best["acc_mean"])
     kept = "" if retained is None else f", {printed(retained, 'percent')} of the original's"
     accuracy = pm(best["acc_mean"], best["acc_mean_stderr"])
-    return f"{in_words(found)} ({best['name']}): accuracy {accuracy}{kept}; {close_calls(found, compared)}"
+    return f"{in_words(result)} ({best['name']}): accuracy {accuracy}{kept}; {close_calls(result, compared)}"
 
 
-def close_calls(found: ModelFindings, rows: pd.DataFrame | None = None) -> str:
+def close_calls(result: ModelFindings, rows: pd.DataFrame | None = None) -> str:
     """Return how many of the others in `rows` (None: its own) cannot be told from the most accurate (95%), as a clause."""
-    rows = found.eligible if rows is None else rows
+    rows = result.eligible if rows is None else rows
     top, p_value, compared = rows["name"].iloc[0], rows["p_value"], int(rows["p_value"].count()) - 1
     if len(rows) == 1:
         return "no other configuration is complete"
     if math.isnan(p_value.iloc[0]) or not compared:
         return "standard errors are missing, so it is open which others are too close to call"
     tied = [name for name in rows.loc[p_value > 0.05, "name"] if name != top]
-    chosen, one = found.best["name"], compared == 1
+    chosen, one = result.best["name"], compared == 1
     if chosen == top and not tied:
         return clearly_better(compared, len(rows) - 1)
     of_all = "the other one" if one and tied else f"{len(tied) or 'none'} of {compared} others"

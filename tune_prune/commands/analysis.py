@@ -249,8 +249,8 @@ def _to_keep(files: list[Path]) -> dict[str, str]:
     for path in (path for path in files if path.name == BEST_OF_MODEL):
         entry = parse_json(path)
         if entry["source"] is not None and entry["selection"].get("smallest_of_all_ratios", True):
-            kept = ["--config", str(path), "--output", folder_name(entry["model"])]
-            lines[entry["model"]] = shlex.join(["tune-prune", "prune", *kept])
+            flags = ["--config", str(path), "--output", folder_name(entry["model"])]
+            lines[entry["model"]] = shlex.join(["tune-prune", "prune", *flags])
     return lines
 
 
@@ -348,8 +348,8 @@ def describe(findings: Findings) -> str:
         sizes = near.pick("model", "config", "kept", "acc_mean", "difference", "within")
         lines += ["", sizes.title, text_table(sizes), *note_sentences(sizes, best="*"), ""]
     warnings: dict[str, list[str]] = {}
-    for label, found in findings.models.items():
-        for warning in found.warnings:
+    for label, result in findings.models.items():
+        for warning in result.warnings:
             if warning.kind not in _IN_DECISION:
                 warnings.setdefault(format_message(warning), []).append(label)
     lines += [f"warning      {', '.join(labels)}: {text}" for text, labels in warnings.items()]

@@ -134,18 +134,18 @@ def draw_best(trial_folder: Location, folder: Path) -> list[Path]:
         gradients = layer_table(trial_folder / GRADIENTS, ["grad_mean", "grad_norm"])
         if gradients is not None:
             figures["gradient_analysis"] = gradient_figure(gradients)
-        kept = layer_shares(trial_folder)
-        if kept is not None:
-            figures |= {"pruning_ratio": pruning_figure(kept), "retention_ratio": retention_figure(kept)}
+        shares = layer_shares(trial_folder)
+        if shares is not None:
+            figures |= {"pruning_ratio": pruning_figure(shares), "retention_ratio": retention_figure(shares)}
         return figure_style.save(figures, folder, ("png",))
 
 
 def layer_table(path: Location, columns: list[str]) -> pd.DataFrame | None:
     """The `columns` of every layer in a trial's JSON file, indexed by layer; None if there is no such file."""
-    found = trial_file(path.parent, path.name)
-    if found is None:
+    file = trial_file(path.parent, path.name)
+    if file is None:
         return None
-    content = parse_json(path, found)
+    content = parse_json(path, file)
     try:
         table = pd.DataFrame(content["layers"]).astype({"layer": "int64"}).set_index("layer")
         return table[columns].map(number).astype("float64")
@@ -166,25 +166,25 @@ def layer_shares(trial_folder: Location) -> pd.DataFrame | None:
     return pd.DataFrame({name: table[f"{name}_kept"] / table[f"{name}_before"] for name in names})
 
 
-def retention_figure(kept: pd.DataFrame) -> Figure:
+def retention_figure(shares: pd.DataFrame) -> Figure:
     """The kept share of every layer's KV groups and MLP channels, from `layer_shares`."""
-    figure, (axes,) = _layer_panels(kept, 1, 2.1)
+    figure, (axes,) = _layer_panels(shares, 1, 2.1)
     axes.set(ylim=(0, 1.02), ylabel=figure_style.fractions("Share kept", axes))
     for part, label, style in _PARTS:
-        axes.plot(kept[part], label=label, clip_on=False, **style)
+        axes.plot(shares[part], label=label, clip_on=False, **style)
     axes.axhline(0.5, color=GREY, linewidth=0.6, linestyle=":", zorder=1, label="half")
     return figure_style.with_legend(figure)
 
 
-def pruning_figure(kept: pd.DataFrame) -> Figure:
+def pruning_figure(shares: pd.DataFrame) -> Figure:
     """The removed share of every layer's KV groups and MLP channels as bars, and of its parameters as a line."""
-    figure, (axes,) = _layer_panels(kept, 1, 2.1)
+    figure, (axes,) = _layer_panels(shares, 1, 2.1)
     axes.set(ylim=(0, 1.02), ylabel=figure_style.fractions("Share removed", axes))
     for side, (part, label, style) in zip((-0.21, 0.21), _PARTS, strict=True):
         bar: dict[str, Any] = {"color": style["color"], "edgecolor": BLACK, "linewidth": 0.3}
-        axes.bar(kept.index + side, 1 - kept[part], 0.42, label=label, **bar)
+        axes.bar(shares.index + side, 1 - shares[part], 0.42, label=label, **bar)
     line: dict[str, Any] = {"fmt": "none", "ecolor": BLACK, "elinewidth": 1.4, "capsize": 0}
-    axes.errorbar(kept.index, 1 - kept["params"], xerr=0.3, label="whole layer", **line)
+    axes.errorbar(shares.index, 1 - shares["params"], xerr=0.3, label="whole layer", **line)
     return figure_style.with_legend(figure)
 
 
@@ -242,9 +242,9 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
             figures["pareto"] = pareto(speeds)
         for label, model in models.items():
             folder_of_best = model.best["output_dir"]
-            kept = layer_shares(location(folder_of_best)) if folder_of_best else None
-            if kept is not None:
-                figures[f"retention_{stems[label]}"] = retention_figure(kept)
+            shares = layer_shares(location(folder_of_best)) if folder_of_best else None
+            if shares is not None:
+                figures[f"retention_{stems[label]}"] = retention_figure(shares)
         return figure_style.save(figures, folder)
 
 
@@ -378,8 +378,8 @@ def pareto(speeds: pd.DataFrame) -> Figure:
                 (~optimal, {"markerfacecolor": "white", "markeredgecolor": style["color"]}),
                 (optimal, {}),
             ):
-                own = of & (pruned["method"] == method)
-                axes.plot(x[own], y[own], linestyle="none", label=None if face else method, **style, **face)
+                shown = of & (pruned["method"] == method)
+                axes.plot(x[shown], y[shown], linestyle="none", label=None if face else method, **style, **face)
         best = pruned["best"].astype("bool")
         axes.plot(x[best], y[best], **_RING, color=BLACK, zorder=4, label="best")
         axes.plot(scale * dense[cost], dense["acc_mean"], **_DENSE, color=BLACK, zorder=4, label="original model")

@@ -44,11 +44,11 @@ def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], M
             rows = read_results_csv(folder / RESULTS, None).rows
         except UserError as error:
             lost.append(Problem(str(folder / RESULTS), str(error)))
-    found = model_rows(folder, about, baselines, rows, lost)
-    if not found:
+    parts = model_rows(folder, about, baselines, rows, lost)
+    if not parts:
         what = "; ".join(f"{problem.where}: {problem.what}" for problem in lost) or "its ledger is empty"
         raise UserError(f"experiment {folder} holds no trial and names no model ({what}); name another folder")
-    return with_speeds(folder, found), about, cost
+    return with_speeds(folder, parts), about, cost
 
 
 def with_speeds(folder: Location, parts: Sequence[Model]) -> list[Model]:
@@ -70,11 +70,11 @@ def model_rows(
     dense models' records by label tell, and what was `lost` of it."""
     listed = about.get("models")
     models = {k: entry for k, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
-    found = []
+    parts = []
     for label in dict.fromkeys([*models, *rows["model"], *baselines]):
         entry, dense = models.get(label, {}), baselines.get(label)
-        own = rows[rows["model"] == label].reset_index(drop=True)
-        own["where"] = [f"trial {key} of {folder}" for key in own["key"]]
+        trials = rows[rows["model"] == label].reset_index(drop=True)
+        trials["where"] = [f"trial {key} of {folder}" for key in trials["key"]]
         try:  # what it takes to run the model's trials again, if experiment.json still holds all of it
             run = validated(ModelRun, entry.get("run"))
         except ValueError:
@@ -83,7 +83,7 @@ def model_rows(
         measured, meaning = dense.key if dense else None, entry.get("meaning")
         if dense is None and run is not None and isinstance(meaning, dict) and {"model", "data"} <= set(meaning):
             measured = trial_key(None, meaning["model"], meaning["data"], run)
-        problems = [*lost, *_missing(folder, own, about, entry)]
+        problems = [*lost, *_missing(folder, trials, about, entry)]
         if dense is None and open_store(folder).has(BASELINES):
             problems.append(
                 Problem(
@@ -94,14 +94,14 @@ def model_rows(
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
         by = {} if dense is None else {name: getattr(dense, name) for name in VERSIONS}
         part = Model(
-            *(label, own, metrics, source, entry.get("perplexity_window"), (folder,), tuple(problems)),
+            *(label, trials, metrics, source, entry.get("perplexity_window"), (folder,), tuple(problems)),
             measured=measured,
             seedless=tuple(entry.get("seedless", ())),
             text=entry.get("perplexity_text"),
             baseline_by=by,
         )
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def _damaged(error: DamagedFile) -> Problem:

@@ -205,8 +205,8 @@ def _slice_means(table: pyarrow.Table, golds: np.ndarray, known: np.ndarray) -> 
     def means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
         sums, counts = grown(values, rows), grown(np.ones(len(values)), rows)
         seen = (counts > 0).sum(axis=0)
-        found = (sums / np.maximum(counts, 1)).sum(axis=0)
-        return np.where(seen > 0, found / np.maximum(seen, 1), math.nan)
+        totals = (sums / np.maximum(counts, 1)).sum(axis=0)
+        return np.where(seen > 0, totals / np.maximum(seen, 1), math.nan)
 
     whole = np.ones(len(table), dtype=bool)
     return SliceMeans(grown(np.ones(len(table)), whole).sum(axis=0), means(scores, whole), means(golds, known))
@@ -226,13 +226,13 @@ def kl_blocks(output_dir: str) -> dict[str, pd.Series]:
     if content is None:
         return {}
     try:
-        found = {}
+        series = {}
         for name, blocks in parse_json(path, content).items():
             index = pd.MultiIndex.from_arrays([range(len(blocks["tokens"])), [int(n) for n in blocks["tokens"]]])
-            found[f"kl_{name}"] = pd.Series([float(number(value)) for value in blocks["nats"]], index)
+            series[f"kl_{name}"] = pd.Series([float(number(value)) for value in blocks["nats"]], index)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore it from a copy, or move it away") from error
-    return found
+    return series
 
 
 def with_gold_logprobs(model: Model) -> Model:
@@ -241,10 +241,10 @@ def with_gold_logprobs(model: Model) -> Model:
     rows = model.rows
     recorded = rows[GOLD] if GOLD in rows else pd.Series(math.nan, rows.index)
     missing = {i: _summary(rows.loc[i, "output_dir"]) for i in rows.index[rows["success"] & recorded.isna()]}
-    found = pd.DataFrame.from_dict({i: values for i, values in missing.items() if values}, orient="index")
-    if len(found):
-        rows = rows.reindex(columns=[*rows, *sorted(set(found) - set(rows))])
-        rows.loc[found.index, found.columns] = found
+    filled = pd.DataFrame.from_dict({i: values for i, values in missing.items() if values}, orient="index")
+    if len(filled):
+        rows = rows.reindex(columns=[*rows, *sorted(set(filled) - set(rows))])
+        rows.loc[filled.index, filled.columns] = filled
     dense = {} if not model.baseline or GOLD in model.baseline else _summary(dense_folder(model))
     return replace(model, rows=rows, baseline={**model.baseline, **dense})
 
@@ -266,8 +266,8 @@ def _summary(output_dir: str) -> dict[str, float]:
     by_task = items.groupby(level="task", sort=False)
     means, errors = by_task.mean(), by_task.sem()
     means["mean"], errors["mean"] = means.mean(), math.sqrt(np.square(errors).sum(skipna=False)) / len(errors)
-    found = {f"gold_logprob_{task}": float(value) for task, value in means.items()}
-    return found | {f"gold_logprob_{task}_stderr": float(value) for task, value in errors.items()}
+    metrics = {f"gold_logprob_{task}": float(value) for task, value in means.items()}
+    return metrics | {f"gold_logprob_{task}_stderr": float(value) for task, value in errors.items()}
 
 
 def discrimination(output_dir: str) -> pd.DataFrame:
@@ -282,13 +282,13 @@ def discrimination(output_dir: str) -> pd.DataFrame:
     Without items an empty table.
     """
     table = columns_of(output_dir, ["task", "gold", "loglikelihoods"])
-    found: dict[str, dict[str, float]] = {}
+    by_task: dict[str, dict[str, float]] = {}
     if table is not None:
         rows = table.to_pandas()
         for task, items in rows[rows["gold"] >= 0].groupby("task", sort=False):
             choices = [np.asarray(values) for values in items["loglikelihoods"]]
-            found[str(task)] = _told(items["gold"].to_numpy(), choices)
-    return pd.DataFrame.from_dict(found, orient="index", columns=["auc", "p"], dtype="float64").rename_axis("task")
+            by_task[str(task)] = _told(items["gold"].to_numpy(), choices)
+    return pd.DataFrame.from_dict(by_task, orient="index", columns=["auc", "p"], dtype="float64").rename_axis("task")
 
 
 def _told(gold: np.ndarray, choices: list[np.ndarray]) -> dict[str, float]:
@@ -352,8 +352,10 @@ def certain_sizes(model: Model) -> Mapping[str, float]:
 def rows_with_wilson_errors(rows: pd.DataFrame, sizes: Mapping[str, float]) -> pd.DataFrame:
     """Rows of trials, or of configurations, with `wilson_errors` where they are complete. `sizes`: `certain_sizes`."""
     complete = rows.loc[rows["success"] if sizes else [], :].filter(regex="^acc_")
-    found = {i: wilson_errors(row, sizes) for i, row in zip(complete.index, complete.to_dict("records"), strict=True)}
-    changed = pd.DataFrame.from_dict({i: errors for i, errors in found.items() if errors}, orient="index")
+    errors_of = {
+        i: wilson_errors(row, sizes) for i, row in zip(complete.index, complete.to_dict("records"), strict=True)
+    }
+    changed = pd.DataFrame.from_dict({i: errors for i, errors in errors_of.items() if errors}, orient="index")
     rows = rows.copy()
     rows.update(changed)
     return rows

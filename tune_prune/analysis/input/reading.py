@@ -70,8 +70,8 @@ def read_study(
         if label is not None:
             parts.append(_with_best_config(read_results_csv(path, label)))
             continue
-        found, about, cost = read_experiment(path)
-        parts += found
+        models, about, cost = read_experiment(path)
+        parts += models
         experiments |= {path: about} if about else {}
         costs |= {path: cost} if cost else {}
     return Study(_with_baselines(_models(parts), baselines), experiments, costs)
@@ -173,12 +173,12 @@ def _models(parts: list[Model]) -> dict[str, Model]:
         measured = part.measured or next(keys, "unknown")
         for index, ((ratio, recovery), rows) in enumerate(part.rows.groupby(["pruning_ratio", "recovery"])):
             divisors = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
-            own = replace(part, rows=rows, problems=part.problems if index == 0 else ())
-            pieces.append(((part.label, measured, float(ratio), recovery), set(divisors), set(rows["shape"]), own))
+            subset = replace(part, rows=rows, problems=part.problems if index == 0 else ())
+            pieces.append(((part.label, measured, float(ratio), recovery), set(divisors), set(rows["shape"]), subset))
         if part.rows.empty:
             empty.append((part, measured))
     groups: dict[_Key, list[Model]] = {}
-    for shared, divisors, shapes, own in pieces:
+    for shared, divisors, shapes, subset in pieces:
         label, measured, _, recovery = shared
         alike = [piece for piece in pieces if (*piece[0][:2], piece[0][3]) == (label, measured, recovery)]
         key = _Key(
@@ -186,7 +186,7 @@ def _models(parts: list[Model]) -> dict[str, Model]:
             _searched(divisors, [piece[1] for piece in alike]),
             _searched(shapes, [piece[2] for piece in alike]),
         )
-        groups.setdefault(key, []).append(own)
+        groups.setdefault(key, []).append(subset)
     for part, measured in empty:  # what is said of it belongs to any other of the same, else it stands alone
         alone = _Key(part.label, measured, math.nan, "", None, None)
         groups.setdefault(next((key for key in groups if key[:2] == alone[:2]), alone), []).append(part)
@@ -204,9 +204,9 @@ def _models(parts: list[Model]) -> dict[str, Model]:
     return models
 
 
-def _searched(own: set[Any], searched: list[set[Any]]) -> Any:
+def _searched(used: set[Any], searched: list[set[Any]]) -> Any:
     """The value of all rows; None where these, or others with them, were searched with several."""
-    return None if any(len(values) > 1 and own <= values for values in searched) else next(iter(own))
+    return None if any(len(values) > 1 and used <= values for values in searched) else next(iter(used))
 
 
 def _names(key: _Key, groups: Mapping[_Key, list[Model]], taken: Mapping[str, Model]) -> tuple[str, str]:
@@ -291,14 +291,14 @@ def _by_other_versions(rows: pd.DataFrame, dense: Mapping[str, str]) -> list[Pro
 def _without_duplicates(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[Problem]]:
     """Each configuration once: the first complete one, else the first; and the others."""
     order = rows.sort_values("success", ascending=False, kind="stable")  # one model and ratio: names are configurations
-    kept = order.drop_duplicates("name")
-    by_name = kept.set_index("name")
+    first_ones = order.drop_duplicates("name")
+    by_name = first_ones.set_index("name")
     problems = []
-    for _, row in rows.drop(index=kept.index).iterrows():
+    for _, row in rows.drop(index=first_ones.index).iterrows():
         counts = by_name.loc[row["name"]]
         same = "the same trial as" if row["key"] and row["key"] == counts["key"] else f"{row['name']} again, as in"
         problems.append(Problem(row["where"], f"{same} {counts['where']}, which is used", "duplicate"))
-    return kept.sort_index().reset_index(drop=True), problems
+    return first_ones.sort_index().reset_index(drop=True), problems
 
 
 def _of_rows(rows: pd.DataFrame, source: Mapping[str, Any] | None) -> list[Problem]:

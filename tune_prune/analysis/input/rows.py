@@ -97,12 +97,12 @@ def _row(record: TrialRecord, experiment_dir: Location) -> dict[str, Any]:
     durations: dict[str, float] = defaultdict(float)
     for stage in record.stages:  # zero_shot is there once per slice
         durations[f"{stage['stage']}_duration_s"] += stage["duration_s"]
-    own = ("model", *_OF_RECORD, "peak_memory_bytes")
+    fields = ("model", *_OF_RECORD, "peak_memory_bytes")
     return {
         **durations,
         **record.metrics,
         **renamed(record.config),
-        **{name: getattr(record, name) for name in own},
+        **{name: getattr(record, name) for name in fields},
         "output_dir": (experiment_dir / TRIALS / record.key).as_posix(),
         "elapsed_time": record.elapsed_time_s,
         "cpus": record.resources.get("cpu"),

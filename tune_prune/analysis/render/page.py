@@ -27,7 +27,7 @@ from tune_prune.analysis.tables.all_tables import all_tables
 _APART = 14  # percent of the height between two numbers that do not overlap
 
 
-def rank_plot(found: ModelFindings) -> dict[str, Any]:
+def rank_plot(result: ModelFindings) -> dict[str, Any]:
     """Return what the macro `drawing` of report.html.j2 draws of one model; places in percent of the plotted area, from its upper
     left.
 
@@ -38,7 +38,7 @@ def rank_plot(found: ModelFindings) -> dict[str, Any]:
     dense   y of the dense model, None where it is not known
     text    the drawing in words
     """
-    rows, dense = found.eligible, found.model.baseline.get("acc_mean", math.nan)
+    rows, dense = result.eligible, result.model.baseline.get("acc_mean", math.nan)
     accuracy, stderr = (rows[name].to_numpy(float) for name in ("acc_mean", "acc_mean_stderr"))
     lowest = np.nanmin([*(accuracy - np.nan_to_num(stderr)), dense])
     highest = np.nanmax([*(accuracy + np.nan_to_num(stderr)), dense])
@@ -52,7 +52,7 @@ def rank_plot(found: ModelFindings) -> dict[str, Any]:
             "y": y(value),
             "low": y(value - error),
             "high": y(value + error),
-            "style": "best" if name == found.best["name"] else "near" if name in found.marked else "far",
+            "style": "best" if name == result.best["name"] else "near" if name in result.marked else "far",
             "title": f"{name}: {messages.pm(value, error)}",
         }
         for name, x, value, error in zip(rows["name"], np.linspace(1, 99, len(rows)), accuracy, stderr, strict=True)
@@ -93,8 +93,8 @@ def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] 
     counts = {word: (statuses == status).sum() for status, word in trial_tables.STATUS_WORDS.items()}
     # Those too close to call stand on the cards by themselves; what holds for every one of several models stands there once.
     warnings = {
-        label: [messages.format_message(warning) for warning in found.warnings if warning.kind != "within_noise"]
-        for label, found in findings.models.items()
+        label: [messages.format_message(warning) for warning in result.warnings if warning.kind != "within_noise"]
+        for label, result in findings.models.items()
     }
     first, *others = warnings.values()
     template = templating.environment().get_template("report.html.j2")

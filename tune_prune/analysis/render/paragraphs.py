@@ -88,12 +88,12 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
 
 def _setup(findings: Findings) -> dict[str, Any]:
     """Return what was searched and how it was measured, over all models."""
-    models = [found.model for found in findings.models.values()]
-    eligible = pd.concat([found.eligible for found in findings.models.values()])
+    models = [result.model for result in findings.models.values()]
+    eligible = pd.concat([result.eligible for result in findings.models.values()])
     sources = [source for model in models if (source := model.source) and set(source) >= _ASKED]
     about = list(findings.study.experiments.values())
     tasks = [f"acc_{task}" for task in dict.fromkeys(task for model in models for task in model.tasks)]
-    runs = [(found.trials, source) for found in findings.models.values() if (source := found.model.source)]
+    runs = [(result.trials, source) for result in findings.models.values() if (source := result.model.source)]
     runs = [(trials, source) for trials, source in runs if set(source) >= _ASKED]
     texts = {text or source["calibration"] for trials, source in runs for text in trials["calibration"].fillna("")}
     seeds = {int(seed) for trials, source in runs for seed in trials["seed"].fillna(source["seed"])}
@@ -113,14 +113,14 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "binomial": any(model.binomial for model in models),
         "stated": any(model.kind == "published" and not model.binomial for model in models),
         "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
-        "draws": any(found.draws for found in findings.models.values()),
-        "bases": {found.basis for found in findings.models.values() if len(found.eligible) > 1},
+        "draws": any(result.draws for result in findings.models.values()),
+        "bases": {result.basis for result in findings.models.values() if len(result.eligible) > 1},
         "removed": eligible["removed_fraction"].dropna(),
         "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
         "recipe": _recipe(findings),
-        "trained": [label for label, found in findings.models.items() if found.model.trained],
+        "trained": [label for label, result in findings.models.items() if result.model.trained],
         "calibration": sorted({"+".join(Path(text).name for text in texts_of(one)) for one in texts}),
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted(map(str, seeds)),
@@ -147,14 +147,14 @@ def _perplexity_texts(models: Sequence[Model]) -> list[str]:
 def _recipe(findings: Findings) -> dict[str, list[Any]]:
     """The other hyperparameters that were varied or are not at their default, by label, with their levels; those of a refit or a
     recovery where there is one."""
-    found: dict[str, list[Any]] = {}
+    recipe: dict[str, list[Any]] = {}
     for name in FACTORS:
         row = HYPERPARAMETERS[name]
         rows = [one.reading(name) for one in findings.models.values() if name in one.eligible]
         levels = sorted({level for of_model in rows for level in of_model[name].dropna()})
         if name not in _NAMED and levels and (levels != [row.default] or row.of):
-            found[row.label] = levels
-    return found
+            recipe[row.label] = levels
+    return recipe
 
 
 def _reserved(eligible: pd.DataFrame) -> list[str]:

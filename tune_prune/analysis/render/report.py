@@ -31,8 +31,8 @@ def report(findings: Findings, language: str = "en") -> str:
         sentences = " ".join(note_sentences(table, language, best="*") if notes else [])
         return (text_table(table, language) if table.rows else "") + (f"\n  {sentences}\n" if sentences else "")
 
-    problems = {label: _problems(found) for label, found in findings.models.items()}
-    kinds = {label: problem_counts(found.model.problems) for label, found in findings.models.items()}
+    problems = {label: _problems(result) for label, result in findings.models.items()}
+    kinds = {label: problem_counts(result.model.problems) for label, result in findings.models.items()}
     template = environment(language).get_template("report.txt.j2")
     text = template.render(
         findings=findings,
@@ -57,10 +57,10 @@ def _shares(fit: CrossFit) -> list[str]:
     return [f"{name} {printed(share, 'percent')}" for name, share in shares]
 
 
-def _problems(found: ModelFindings) -> list[str]:
+def _problems(result: ModelFindings) -> list[str]:
     """The problems of each place, in the order in which they were found."""
     by_place: dict[str, list[str]] = {}
-    for problem in found.model.problems:
+    for problem in result.model.problems:
         by_place.setdefault(problem.where, []).append(problem.what)
     texts = (": ".join(filter(None, (where, ", ".join(what)))) for where, what in by_place.items())
     return [" ".join(text.split()) for text in texts]

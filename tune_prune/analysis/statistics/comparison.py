@@ -141,11 +141,11 @@ class Comparison:
 
     def stderr(self, rows: Rows = slice(None)) -> np.ndarray:
         """[rows, K] of the difference of two acc_mean, as `p_value` goes by it; 0 where both answered alike, NaN where unknown."""
-        found = _stderr(self.variances, self.outcomes, rows)
+        errors = _stderr(self.variances, self.outcomes, rows)
         if self.few.any():
-            alike = (found == 0) & (np.abs(self.accuracies[rows][:, None] - self.accuracies) <= _ROUNDING)
-            found = np.where(alike, 0.0, np.sqrt(np.square(found) + self.few[rows][:, None] + self.few))
-        return found
+            alike = (errors == 0) & (np.abs(self.accuracies[rows][:, None] - self.accuracies) <= _ROUNDING)
+            errors = np.where(alike, 0.0, np.sqrt(np.square(errors) + self.few[rows][:, None] + self.few))
+        return errors
 
     def variances_of(self, weights: list[np.ndarray]) -> list[float]:
         """Return the variance of each weighted sum of the acc_mean; `weights`: [K] each."""
@@ -224,8 +224,8 @@ def compare(
         draw_variances = draw_variances + between.variance * shares
         sampled = np.sqrt(between.sampled(generator, draws))
         for part in _parts(draws, len(variances)):
-            own = generator.standard_normal((part.stop - part.start, len(variances)))
-            errors[part] += sampled[part, None] * own * np.sqrt(shares)
+            noise = generator.standard_normal((part.stop - part.start, len(variances)))
+            errors[part] += sampled[part, None] * noise * np.sqrt(shares)
     variances = variances + draw_variances
     p_value, tested, of_tested = np.full(len(variances), np.nan), errors, variances
     few = np.zeros(len(variances))
@@ -233,8 +233,8 @@ def compare(
         few[outcomes.rows] = added  # for differences alone: an accuracy on its own has the error that its items show
         tested, of_tested = errors.copy(), variances + few
         for part in _parts(draws, len(variances)):
-            own = generator.standard_normal((part.stop - part.start, len(outcomes.rows)))
-            tested[part][:, outcomes.rows] += math.sqrt(added) * own
+            noise = generator.standard_normal((part.stop - part.start, len(outcomes.rows)))
+            tested[part][:, outcomes.rows] += math.sqrt(added) * noise
     p_value[finite] = _p_values(
         accuracies[finite],
         tested if len(finite) == len(variances) else tested[:, finite],
@@ -291,8 +291,8 @@ def _p_values(accuracies: np.ndarray, errors: np.ndarray, stderr: Callable[[slic
 def _leaders(errors: np.ndarray) -> np.ndarray:
     """The columns of the largest errors of each draw, the largest first."""
     count = min(_LEADERS[-1], errors.shape[1])
-    found = [np.argpartition(errors[part], -count, axis=1)[:, -count:] for part in _parts(*errors.shape)]
-    columns = np.concatenate(found)
+    largest = [np.argpartition(errors[part], -count, axis=1)[:, -count:] for part in _parts(*errors.shape)]
+    columns = np.concatenate(largest)
     order = np.argsort(-np.take_along_axis(errors, columns, axis=1), axis=1, kind="stable")
     return np.take_along_axis(columns, order, axis=1)
 
@@ -306,17 +306,17 @@ def _reaching(errors: np.ndarray, k: int, scale: np.ndarray, bound: float, leade
     """
     if bound <= 0:
         return len(errors)
-    reached, left, own = 0, np.arange(len(errors)), errors[:, k]
+    reached, left, errors_k = 0, np.arange(len(errors)), errors[:, k]
 
     def look(columns: np.ndarray) -> None:
         """At `columns` [left or 1, some] of the draws that are left; those that reach the bound are left no longer."""
         nonlocal reached, left
-        found = ((errors[left[:, None], columns] - own[left, None]) * scale[columns] >= bound).any(axis=1)
-        reached += int(np.count_nonzero(found))
-        left = left[~found]
+        reaching = ((errors[left[:, None], columns] - errors_k[left, None]) * scale[columns] >= bound).any(axis=1)
+        reached += int(np.count_nonzero(reaching))
+        left = left[~reaching]
 
     def possible(of_draw: np.ndarray, scale: float) -> np.ndarray:
-        return left[(errors[left, of_draw[left]] - own[left]) * scale >= bound]
+        return left[(errors[left, of_draw[left]] - errors_k[left]) * scale >= bound]
 
     start = 0
     for stop in _LEADERS:

@@ -91,13 +91,13 @@ def cross_fit_rule(
 def _golds(rows: pd.DataFrame, items: DrawItems, index: pd.Index) -> list[list[pd.Series]] | None:
     """Return for each row its draws' log-probabilities of right choices on the items of `index`; None where a draw's were not
     kept, or an item has no single right choice or no finite log-probability of it."""
-    found = []
+    golds = []
     for folder, count in zip(rows["output_dir"], rows["draws"], strict=True):
         series = [one for name in items.folders(folder) if (one := gold_logprobs(name)) is not None]
         if len(series) != count or not all(one.index.equals(index) and np.isfinite(one).all() for one in series):
             return None
-        found.append(series)
-    return found
+        golds.append(series)
+    return golds
 
 
 def _mean_of_tasks(items: pd.Series) -> float:
@@ -192,12 +192,12 @@ def _over_draws(
     repeat = np.arange(len(members[0])) // FOLDS
     scores, chosen, repeats = [], [], []
     for number, (train, held) in enumerate(tables):
-        own = repeat % len(tables) == number
-        if own.any():
-            score, choices = _held_out(train, held, [member[own] for member in members], weights, pick)
+        turn = repeat % len(tables) == number
+        if turn.any():
+            score, choices = _held_out(train, held, [member[turn] for member in members], weights, pick)
             scores.append(score)
             chosen.append(choices)
-            repeats.append(np.count_nonzero(own))
+            repeats.append(np.count_nonzero(turn))
     return float(np.average(scores, weights=repeats)) if len(scores) > 1 else scores[0], np.concatenate(chosen)
 
 
@@ -209,12 +209,12 @@ def _held_out(
     Per task: scores [n, columns] to choose by and to be scored by, folds [splits, n], and how often each item counts [n].
     """
     held_sums, train = [], np.zeros((len(members[0]), held_scores[0].shape[1]))
-    for scores, own, member, weight in zip(train_scores, held_scores, members, weights, strict=True):
+    for scores, held_score, member, weight in zip(train_scores, held_scores, members, weights, strict=True):
         weighted = member * weight
-        held = weighted @ own
+        held = weighted @ held_score
         held_sums.append(held)
         left = weight.sum() - weighted.sum(axis=1)  # 0 where a draw has copies of few items only: no say in the choice
-        fold = held if scores is own else weighted @ scores
+        fold = held if scores is held_score else weighted @ scores
         train += (weight @ scores - fold) / np.maximum(left, 1)[:, None] / len(members)
     chosen = np.array([pick(accuracies) for accuracies in train])
     splits = np.arange(len(chosen))

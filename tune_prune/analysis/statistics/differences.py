@@ -92,23 +92,24 @@ def measure_gaps(
     and of the `variances` between draws (`control`: those of its rows); else of each one's own, which have both. `gold`:
     `gold_logprobs`, or a GoldReader.
     """
-    found = {}
+    gaps = {}
     for measure, sign in {GOLD: 1, **dict.fromkeys(TEXTS, -1)}.items():
         values = sign * eligible[measure] if measure in eligible else pd.Series(dtype="float64")
         if not np.isfinite(values).any():
             continue
         best = values.where(np.isfinite(values)).idxmax()
         folders = {
-            row: draws[row]["output_dir"] if row in draws else [own] for row, own in eligible["output_dir"].items()
+            row: draws[row]["output_dir"] if row in draws else [errors]
+            for row, errors in eligible["output_dir"].items()
         }
-        blocks = {row: mean_observed(own, measure, gold) for row, own in folders.items()}
+        blocks = {row: mean_observed(errors, measure, gold) for row, errors in folders.items()}
         of_draws = added(eligible, variances.get(measure), control.get(measure)).fillna(0 * eligible[measure])
-        found[f"{measure}_gap"] = eligible[measure] - eligible.loc[best, measure]
-        own = eligible.get(f"{measure}_stderr", pd.Series(math.nan, eligible.index))
-        found[f"{measure}_gap_stderr"] = pd.Series(
-            {row: 0.0 if row == best else _gap_stderr(own, blocks, of_draws, row, best) for row in eligible.index}
+        gaps[f"{measure}_gap"] = eligible[measure] - eligible.loc[best, measure]
+        errors = eligible.get(f"{measure}_stderr", pd.Series(math.nan, eligible.index))
+        gaps[f"{measure}_gap_stderr"] = pd.Series(
+            {row: 0.0 if row == best else _gap_stderr(errors, blocks, of_draws, row, best) for row in eligible.index}
         )
-    return pd.DataFrame(found, eligible.index)
+    return pd.DataFrame(gaps, eligible.index)
 
 
 def mean_observed(folders: Iterable[str], measure: str, gold: Items = gold_logprobs) -> pd.Series | None:
@@ -117,20 +118,20 @@ def mean_observed(folders: Iterable[str], measure: str, gold: Items = gold_logpr
     return mean_series([gold(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders])
 
 
-def mean_series(found: Sequence[pd.Series | None]) -> pd.Series | None:
+def mean_series(series: Sequence[pd.Series | None]) -> pd.Series | None:
     """Their mean; None where one is not there, or of other items or blocks."""
-    known = [blocks for blocks in found if blocks is not None]
-    same = len(known) == len(found) and all(blocks.index.equals(known[0].index) for blocks in known)
+    known = [blocks for blocks in series if blocks is not None]
+    same = len(known) == len(series) and all(blocks.index.equals(known[0].index) for blocks in known)
     return sum(known[1:], known[0]) / len(known) if same else None
 
 
 def _gap_stderr(
-    own: pd.Series, blocks: Mapping[Any, pd.Series | None], of_draws: pd.Series, row: Any, best: Any
+    errors: pd.Series, blocks: Mapping[Any, pd.Series | None], of_draws: pd.Series, row: Any, best: Any
 ) -> float:
     first, second = blocks[row], blocks[best]
     paired = None if first is None or second is None else paired_gap(first, second)
     if paired is None:
-        return math.hypot(own[row], own[best])
+        return math.hypot(errors[row], errors[best])
     return float(math.sqrt(paired[1] ** 2 + of_draws[row] + of_draws[best]))
 
 
@@ -178,10 +179,10 @@ class Transfer:
 def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series], items: Items) -> Transfer:
     """From the eligible rows of each model, the most accurate first, and its chosen one."""
     # of a configuration that is there twice the first row: the more accurate
-    rows = {label: {_tried(row): row for _, row in found[::-1].iterrows()} for label, found in eligible.items()}
+    rows = {label: {_tried(row): row for _, row in of_model[::-1].iterrows()} for label, of_model in eligible.items()}
     # of a model that was trained what another was tried with that was not, and the other way round
-    cut = {label: {config.untrained(): row for config, row in found.items()} for label, found in rows.items()}
-    trained = {label for label, found in rows.items() if next(iter(found)).recovery != PruningConfig.recovery}
+    cut = {label: {config.untrained(): row for config, row in of_model.items()} for label, of_model in rows.items()}
+    trained = {label for label, of_model in rows.items() if next(iter(of_model)).recovery != PruningConfig.recovery}
 
     def loss(label: str, config: PruningConfig, own: pd.Series, other: str) -> dict[str, Any]:
         if (label in trained) != (other in trained):
@@ -207,17 +208,17 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         for label, own in best.items()
     }
     if trained != set(rows):
-        eligible = {label: found for label, found in eligible.items() if label not in trained}
+        eligible = {label: of_model for label, of_model in eligible.items() if label not in trained}
         rows = {label: rows[label] for label in eligible}
     shared = set.intersection(*(set(of_model) for of_model in rows.values()))
     if not shared or len(rows) == 1:
         return Transfer(losses, {"config": None, "num_candidates": 0})
 
     def rank(config: PruningConfig) -> tuple[float, float, int, str]:
-        found = [of_model[config] for of_model in rows.values()]
-        ppl = sum(math.inf if pd.isna(row["ppl"]) else row["ppl"] for row in found)
+        of_model = [of_model[config] for of_model in rows.values()]
+        ppl = sum(math.inf if pd.isna(row["ppl"]) else row["ppl"] for row in of_model)
         tokens = config.seq_len * config.num_samples
-        return -comparable(math.fsum(row["acc_mean"] for row in found)), ppl, tokens, config.name
+        return -comparable(math.fsum(row["acc_mean"] for row in of_model)), ppl, tokens, config.name
 
     config = min(shared, key=rank)
     models = {label: loss(label, config, of_model.iloc[0], label) for label, of_model in eligible.items()}
@@ -285,29 +286,31 @@ Rows = tuple[
 
 
 def changes(
-    own: Rows, untrained: Rows, dense_gold: float = math.nan, gold: Items = gold_logprobs
+    changed: Rows, untrained: Rows, dense_gold: float = math.nan, gold: Items = gold_logprobs
 ) -> tuple[Change, ...]:
     """Return the changes of the configurations in `own` with a refit and no training, or with a training, beside the same ones
     without it in `untrained`, which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD
     of the dense model; `gold`: `gold_logprobs`, or a GoldReader."""
-    return judged(list(_pairs(own, untrained, dense_gold, gold)))
+    return judged(list(_pairs(changed, untrained, dense_gold, gold)))
 
 
-def judged(found: Sequence[Change]) -> tuple[Change, ...]:
+def judged(all_changes: Sequence[Change]) -> tuple[Change, ...]:
     """Return the changes with what is `worse`: at a family-wise 5% (Holm 1979) over all measures of all of them."""
-    tests = [(shift.p, i, name) for i, c in enumerate(found) for name, shift in c.shifts.items()]
+    tests = [(shift.p, i, name) for i, c in enumerate(all_changes) for name, shift in c.shifts.items()]
     tests = sorted(test for test in tests if math.isfinite(test[0]))
     worse: dict[int, list[str]] = {}
     for rank, (p, index, name) in enumerate(tests):
         if p * (len(tests) - rank) > LEVEL:
             break
         worse.setdefault(index, []).append(name)
-    return tuple(replace(c, worse=tuple(n for n in MEASURES if n in worse.get(i, ()))) for i, c in enumerate(found))
+    return tuple(
+        replace(c, worse=tuple(n for n in MEASURES if n in worse.get(i, ()))) for i, c in enumerate(all_changes)
+    )
 
 
-def _pairs(own: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterator[Change]:
+def _pairs(changed: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterator[Change]:
     without = {without_draw(row): place for place, row in untrained[0][::-1].iterrows()}
-    for place, row in own[0].iterrows():
+    for place, row in changed[0].iterrows():
         config = without_draw(row)
         switch = "recovery" if config.recovery != PruningConfig.recovery else "compensation"
         other = without.get(replace(config, **{switch: getattr(PruningConfig, switch)}).canonical())
@@ -315,7 +318,7 @@ def _pairs(own: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterat
             continue
         first, second = (
             part.set_index(part["seed"].fillna(_OF_RUN))
-            for part in (draws.get(at, rows.loc[[at]]) for (rows, draws), at in ((untrained, other), (own, place)))
+            for part in (draws.get(at, rows.loc[[at]]) for (rows, draws), at in ((untrained, other), (changed, place)))
         )
         if untrained[0].loc[other, "draw_share"] == 0:  # of no draw: it is what each of them is without
             first = first.loc[[_OF_RUN] * len(second)].set_index(second.index)

@@ -86,10 +86,10 @@ class DrawItems:
 
     def draws(self, folder: str) -> list[pd.Series]:
         """Return for each draw the score of every item; none where a draw has no items, or other ones."""
-        found = [self._read(name) for name in self.folders(folder)]
-        series = [items for items in found if items is not None]
+        outcomes = [self._read(name) for name in self.folders(folder)]
+        series = [items for items in outcomes if items is not None]
         same = all(items.index.equals(series[0].index) for items in series)
-        return series if same and len(series) == len(found) else []
+        return series if same and len(series) == len(outcomes) else []
 
     def __call__(self, folder: str) -> pd.Series | None:
         if len(self.folders(folder)) < 2:
@@ -168,7 +168,7 @@ def interactions(several: Mapping[int, pd.DataFrame], items: DrawItems) -> dict[
     from a mean of item variances.
 
     UserError naming the trial if its items contradict its acc_mean."""
-    found = {}
+    by_index = {}
     for index, draws in several.items():
         folders = draws["output_dir"].tolist()
         if all(folders):
@@ -176,8 +176,8 @@ def interactions(several: Mapping[int, pd.DataFrame], items: DrawItems) -> dict[
         series = items.draws(folders[0]) if all(folders) else []
         for trial, recorded, one in zip(folders, draws["acc_mean"], series, strict=False):
             check_items(trial, recorded, float(one.groupby(level="task").mean().mean()))
-        found[index] = interaction(_by_task(series)) if series else {}
-    return found
+        by_index[index] = interaction(_by_task(series)) if series else {}
+    return by_index
 
 
 def draw_variance(
@@ -188,9 +188,9 @@ def draw_variance(
     for index, draws in several.items():
         scores = draws[columns].to_numpy("float64").mean(axis=1)
         # An interaction that is unknown counts twice, which is too wide
-        own = sum(interactions[index].get(column, 0.0) for column in columns) / len(columns) ** 2
+        part = sum(interactions[index].get(column, 0.0) for column in columns) / len(columns) ** 2
         if np.isfinite(scores).all():
-            parts.append((scores, own))
+            parts.append((scores, part))
     return pooled(parts) if parts else None
 
 
@@ -204,9 +204,9 @@ def shared(
 ) -> list[tuple[DrawVariance, pd.Series]]:
     """Each variance between draws with the part of it that the mean of each row has. `control` is that of rows of CONTROL, and
     `between` that of all others; of all rows where `control` is None, as nothing else is known."""
-    share, own = eligible["draw_share"], control is not None and eligible["method"] == CONTROL
-    parts = [] if between is None else [(between, share if control is None else share.mask(own, 0.0))]
-    return parts if control is None else [*parts, (control, share.where(own, 0.0))]
+    share, is_control = eligible["draw_share"], control is not None and eligible["method"] == CONTROL
+    parts = [] if between is None else [(between, share if control is None else share.mask(is_control, 0.0))]
+    return parts if control is None else [*parts, (control, share.where(is_control, 0.0))]
 
 
 def moved_together(
@@ -224,8 +224,8 @@ def draw_variances(
 ) -> dict[str, DrawVariance]:
     """`draw_variance` of every metric that has a standard error, by its name."""
     columns = dict.fromkeys(column for draws in several.values() for column in draws if f"{column}{_STDERR}" in draws)
-    found = {column: draw_variance(several, interactions, [column]) for column in columns}
-    return {column: own for column, own in found.items() if own is not None}
+    by_column = {column: draw_variance(several, interactions, [column]) for column in columns}
+    return {column: own for column, own in by_column.items() if own is not None}
 
 
 def _by_task(draws: Sequence[pd.Series]) -> dict[str, np.ndarray]:
@@ -236,13 +236,13 @@ def _by_task(draws: Sequence[pd.Series]) -> dict[str, np.ndarray]:
 
 def interaction(by_task: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Var(e)/n of one draw for acc_mean and every acc_<task>, from scores [draws, items] by task; one item tells nothing."""
-    found = {}
+    by_accuracy = {}
     for task, scores in by_task.items():
         draws, n = scores.shape
         rest = scores - scores.mean(axis=0)
         rest -= rest.mean(axis=1, keepdims=True)
-        found[f"acc_{task}"] = float(np.square(rest).sum()) / (draws - 1) / max(1, n - 1) / n
-    return {"acc_mean": sum(found.values()) / len(found) ** 2} | found
+        by_accuracy[f"acc_{task}"] = float(np.square(rest).sum()) / (draws - 1) / max(1, n - 1) / n
+    return {"acc_mean": sum(by_accuracy.values()) / len(by_accuracy) ** 2} | by_accuracy
 
 
 def pooled(parts: Sequence[tuple[np.ndarray, float]]) -> DrawVariance:
@@ -263,9 +263,9 @@ def item_errors(eligible: pd.DataFrame, interactions: Mapping[int, Mapping[str, 
     """The rows with standard errors over the items alone: those of scores that are averaged over draws. The mean of the draws'
     variances over items is theirs and (1 - 1/D) times the interaction."""
     eligible = eligible.copy()
-    for index, own in interactions.items():
+    for index, by_column in interactions.items():
         less = 1 - 1 / float(eligible.loc[index, "draws"])
-        for column, value in own.items():
+        for column, value in by_column.items():
             name = f"{column}{_STDERR}"
             left = eligible.loc[index, name] ** 2 - less * value
             eligible.loc[index, name] = np.sqrt(np.maximum(0.0, left))  # what is unknown stays unknown, unlike with max

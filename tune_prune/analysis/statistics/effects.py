@@ -43,9 +43,9 @@ def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
     methods = set(rows["method"])
     if factor in CALIBRATION:
         stages = [f"{stage}_duration_s" for stage in MODEL_STAGES]
-        own = [column for column in rows if column.endswith("_duration_s") and column not in stages]
+        durations = [column for column in rows if column.endswith("_duration_s") and column not in stages]
         pruned = rows[rows["pruning_duration_s"].notna()] if "pruning_duration_s" in rows else rows[:0]
-        collected = pruned[own].notna().any(axis="columns")
+        collected = pruned[durations].notna().any(axis="columns")
         return methods - (set(pruned["method"]) - set(pruned["method"][collected]))
     levels = rows.groupby("method")[factor].nunique()
     several = levels.index[levels > 1]
@@ -78,10 +78,10 @@ def grid_size(rows: pd.DataFrame) -> int:
 
 def _levels(rows: pd.DataFrame, switch: str) -> int:
     """Return how many settings a grid has of that part of a recipe: what only it reads has its levels where it is not none."""
-    there = rows[rows[switch] != "none"]
+    switched_on = rows[rows[switch] != "none"]
     settings = [switch, *(name for name, row in RECIPE.items() if row.of == switch)]
     return int((rows[switch] == "none").any()) + (
-        math.prod(there[name].nunique() for name in settings) if len(there) else 0
+        math.prod(switched_on[name].nunique() for name in settings) if len(switched_on) else 0
     )
 
 
@@ -201,11 +201,11 @@ def _level_means(rows: pd.DataFrame, factor: str, levels: np.ndarray) -> tuple[n
     acc = rows["acc_mean"].to_numpy("float64")
     scale = float(np.abs(acc).max()) * _ROUNDING
     others = [column for column in varied(rows) if column != factor]
-    own = (levels_of(rows, factor)[:, None] == levels).astype("float64")
+    indicators = (levels_of(rows, factor)[:, None] == levels).astype("float64")
     contrasts = np.eye(len(levels))[1:] - np.eye(len(levels))[0]
     for taken_out in (others, [column for column in others if column == "method"], []):
         dummies = [pd.get_dummies(rows[column], drop_first=True, dtype="float64").to_numpy() for column in taken_out]
-        design = np.hstack([own, *dummies])
+        design = np.hstack([indicators, *dummies])
         if len(design) > design.shape[1] == np.linalg.matrix_rank(design):
             fit = OLS(acc, design).fit()
             means = fit.params[: len(levels)]
@@ -406,18 +406,18 @@ def method_pairs(
     `trials`: all of the model, failed ones too; `comparison`: that of `eligible`.
     """
     accuracy = eligible["acc_mean"].to_numpy(np.float64)
-    own = np.sqrt(comparison.variances - comparison.draw_variances)
+    item_stderrs = np.sqrt(comparison.variances - comparison.draw_variances)
     reads = {factor: methods_reading(trials, factor) for factor in varied(trials) if factor != "method"}
     means = compared(eligible.groupby("method")["acc_mean"].mean())
     order = means.sort_values(ascending=False, kind="stable").index
     rows = eligible.reset_index(drop=True)
-    found, matches, weights = [], [], []
+    pairs, matches, weights = [], [], []
     for names in itertools.combinations(order, 2):
         common = [factor for factor, methods in reads.items() if methods.issuperset(names)]
         sides = (rows.loc[rows["method"] == name, common].rename_axis("row").reset_index() for name in names)
         matched = pd.merge(*sides, on=common) if common else pd.merge(*sides, how="cross")
         pair = {"first": names[0], "second": names[1]} | dict.fromkeys(PAIR_COLUMNS, math.nan) | {"n": len(matched)}
-        found.append(pair)
+        pairs.append(pair)
         first, second = (matched[row].to_numpy(np.int64) for row in ("row_x", "row_y"))
         matches.append((first, second))
         sides = (np.bincount(side, minlength=len(rows)) / max(1, len(matched)) for side in (first, second))
@@ -425,8 +425,8 @@ def method_pairs(
     paired = comparison.basis == "paired"
     variances = comparison.variances_of([one - other for one, other in weights]) if paired else []
     errors = []
-    for index, (pair, (first, second)) in enumerate(zip(found, matches, strict=True)):
-        if not len(first) or not np.isfinite(own[[*first, *second]]).all():
+    for index, (pair, (first, second)) in enumerate(zip(pairs, matches, strict=True)):
+        if not len(first) or not np.isfinite(item_stderrs[[*first, *second]]).all():
             errors.append(np.full(len(comparison.errors), np.nan))
             continue
         draw_variance = float(np.square(weights[index][0] - weights[index][1]) @ comparison.draw_variances)
@@ -434,7 +434,7 @@ def method_pairs(
             item_variance = variances[index]
             item_errors = comparison.errors @ (weights[index][0] - weights[index][1])
         else:  # the items of a method's configurations are the same, so their errors do not average out
-            item_variance = sum(float(own @ part) ** 2 for part in weights[index]) + draw_variance
+            item_variance = sum(float(item_stderrs @ part) ** 2 for part in weights[index]) + draw_variance
             item_errors = generator.standard_normal(len(comparison.errors)) * math.sqrt(item_variance)
         gaps = pd.Series(accuracy[first] - accuracy[second])
         # One configuration may stand in several pairs: what counts are those of a side, of the side with the larger spread
@@ -450,8 +450,8 @@ def method_pairs(
         spread = max(0.0, spread - draw_variance)
         pair["stderr_points"] = 100 * math.sqrt(max(0.0, item_variance) + spread)
         errors.append(100 * (item_errors + math.sqrt(spread) * generator.standard_t(freedom, len(item_errors))))
-    table = pd.DataFrame(found, columns=["first", "second", *PAIR_COLUMNS])
-    if found:
+    table = pd.DataFrame(pairs, columns=["first", "second", *PAIR_COLUMNS])
+    if pairs:
         table["p_value"] = _corrected(table["points"].to_numpy(), np.column_stack(errors))
     return table.set_index(["first", "second"])
 

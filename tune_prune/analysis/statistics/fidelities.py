@@ -66,22 +66,22 @@ def fidelities(trials: pd.DataFrame, slices: Callable[[str], SliceMeans | None])
     if set(TEXTS) <= set(metrics):
         metrics["kl"] = (metrics["kl_text"] + metrics["kl_tasks"]) / 2
     stages = {name: _seconds(trials, name) for name in ("kl", "perplexity", "zero_shot")}
-    found = [rung(name, metrics[name], stages["kl"]) for name in (*TEXTS, "kl") if name in metrics]
-    found += [rung("ppl", metrics["ppl"], stages["perplexity"])] if "ppl" in metrics else []
+    rungs = [rung(name, metrics[name], stages["kl"]) for name in (*TEXTS, "kl") if name in metrics]
+    rungs += [rung("ppl", metrics["ppl"], stages["perplexity"])] if "ppl" in metrics else []
 
     means = [slices(folder) if folder else None for folder in trials["output_dir"]]
-    first = next((own.items for own in means if own is not None), np.array([]))
-    same = [own if own is not None and np.array_equal(own.items, first) else None for own in means]
+    first = next((mean.items for mean in means if mean is not None), np.array([]))
+    same = [mean if mean is not None and np.array_equal(mean.items, first) else None for mean in means]
     for number, count in enumerate(first):
         share = float(count / first[-1])
         golds, right = (
-            np.array([math.nan if own is None else getattr(own, name)[number] for own in same])
+            np.array([math.nan if mean is None else getattr(mean, name)[number] for mean in same])
             for name in ("gold_logprob", "accuracy")
         )
-        found.append(rung(GOLD, golds, share * stages["zero_shot"], share))
+        rungs.append(rung(GOLD, golds, share * stages["zero_shot"], share))
         if number + 1 < len(first):  # the last is the final accuracy itself
-            found.append(rung("acc_mean", right.round(ACCURACY_DIGITS), share * stages["zero_shot"], share))
-    return tuple(one for one in found if one is not None)
+            rungs.append(rung("acc_mean", right.round(ACCURACY_DIGITS), share * stages["zero_shot"], share))
+    return tuple(one for one in rungs if one is not None)
 
 
 def kendall(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:

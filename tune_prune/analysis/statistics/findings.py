@@ -145,24 +145,24 @@ class ModelFindings:
     @cached_property
     def edges(self) -> list[tuple[str, float, str]]:
         """(factor, value, "lower" or "upper") where the best's value is the smallest or largest tried."""
-        rows, best, found = self.model.rows, self.best.to_frame().T, []
+        rows, best, edges = self.model.rows, self.best.to_frame().T, []
         for factor in (factor for factor in NUMERIC if factor in varied(rows) and reading(best, rows, factor).all()):
             levels, value = levels_of(rows[reading(rows, rows, factor)], factor), levels_of(best, factor).item()
             low, high = levels.min(), levels.max()
             if low < high and value in (low, high):
-                found.append((factor, value, "lower" if value == low else "upper"))
-        return found
+                edges.append((factor, value, "lower" if value == low else "upper"))
+        return edges
 
     def _beyond(self, factor: str, value: float, side: str) -> float | None:
         """Twice or half a value at the edge of what was tried; None where a hyperparameter cannot have it."""
         kind, model = HYPERPARAMETERS[factor].kind, self.model
-        further = 2 * value if side == "upper" else value / 2
+        value_beyond = 2 * value if side == "upper" else value / 2
         if isinstance(kind, Whole):
-            further = int(further)
+            value_beyond = int(value_beyond)
         asked = (model.source or {}).get("protocol", {}).get("perplexity_window", 0)
         # Windows that are shorter than was asked for are all that the model takes
         longest = model.window if factor == "seq_len" and model.window and model.window < asked else math.inf
-        return further if kind.holds(further) and further <= longest else None
+        return value_beyond if kind.holds(value_beyond) and value_beyond <= longest else None
 
     def _other_choice(self, *rules: str) -> Message:
         """Return what to do where accuracies say nothing: choose by the first of these rules that something was measured for, or
@@ -185,9 +185,9 @@ class ModelFindings:
     @cached_property
     def cross_fit(self) -> CrossFit | None:
         """None without item outcomes, and where rows without them decided."""
-        own = self.eligible, self.best["name"], self.scores, self.comparison, self.rule
+        choice = self.eligible, self.best["name"], self.scores, self.comparison, self.rule
         generator = np.random.default_rng(seed_for(self.seed, f"folds of {self.model.label}"))
-        return cross_fit_rule(*own, generator, self.items)
+        return cross_fit_rule(*choice, generator, self.items)
 
     @cached_property
     def methods(self) -> pd.DataFrame:
@@ -354,8 +354,8 @@ class ModelFindings:
             yield Message("items_in_calibration", {"count": int(seen), "names": names})
         if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
             yield Message("several_devices", {"names": devices})
-        further = {edge: self._beyond(*edge) for edge in self.edges}
-        if beyond := {edge: value for edge, value in further.items() if value is not None}:
+        values_beyond = {edge: self._beyond(*edge) for edge in self.edges}
+        if beyond := {edge: value for edge, value in values_beyond.items() if value is not None}:
             edges = [Message(f"edge_{side}", {"factor": name, "value": value}) for name, value, side in beyond]
             space = [f"{name}: {sorted([value, beyond[name, value, side]])}" for name, value, side in beyond]
             yield Message("edges", {"edges": edges, "space": space})
@@ -394,8 +394,8 @@ class Protocol:
     tokens: int | None  # of the perplexity text, the first; 0: all; None: not known
 
     @classmethod
-    def of(cls, found: ModelFindings) -> Protocol:
-        model, counts = found.model, found.tasks["items"].drop("mean")
+    def of(cls, result: ModelFindings) -> Protocol:
+        model, counts = result.model, result.tasks["items"].drop("mean")
         implied = model.kind == "published" and not model.binomial  # by standard errors, hence about
         items = {str(task): None if implied or pd.isna(count) else int(count) for task, count in counts.items()}
         return cls(items, None if model.source is None else model.tokens or 0)
@@ -425,8 +425,8 @@ class Findings:
         """Return what models lose with each other's best configurations; None with fewer than two models."""
         if len(self.models) < 2:
             return None
-        rows = {label: found.eligible for label, found in self.models.items()}
-        return transfer(rows, {label: found.best for label, found in self.models.items()}, self.items)
+        rows = {label: result.eligible for label, result in self.models.items()}
+        return transfer(rows, {label: result.best for label, result in self.models.items()}, self.items)
 
     def meaning(self, rule: str) -> Message:
         return Message(f"rule_{rule}", {"within": self.within})
@@ -434,23 +434,23 @@ class Findings:
     @cached_property
     def series(self) -> Mapping[str, list[ModelFindings]]:
         """The models that differ in nothing but their pruning ratio, the lowest ratio first, by their label without it."""
-        ordered = sorted(self.models.values(), key=lambda found: found.model.ratio)
-        names = dict.fromkeys(found.model.series for found in self.models.values())
-        return {name: [found for found in ordered if found.model.series == name] for name in names}
+        ordered = sorted(self.models.values(), key=lambda result: result.model.ratio)
+        names = dict.fromkeys(result.model.series for result in self.models.values())
+        return {name: [result for result in ordered if result.model.series == name] for name in names}
 
     @cached_property
     def protocols(self) -> list[tuple[Protocol, list[str]]]:
         """Return how models were measured, with the labels of those that were measured so: one where all stand side by side."""
-        found: list[tuple[Protocol, list[str]]] = []
+        groups: list[tuple[Protocol, list[str]]] = []
         for label, one in self.models.items():
-            own = Protocol.of(one)
-            for index, (protocol, labels) in enumerate(found):
-                if (joined := protocol.joined(own)) is not None:
-                    found[index] = joined, [*labels, label]
+            this = Protocol.of(one)
+            for index, (protocol, labels) in enumerate(groups):
+                if (joined := protocol.joined(this)) is not None:
+                    groups[index] = joined, [*labels, label]
                     break
             else:
-                found.append((own, [label]))
-        return found
+                groups.append((this, [label]))
+        return groups
 
     @cached_property
     def smallest(self) -> Mapping[str, ModelFindings]:
@@ -466,8 +466,8 @@ def _untrained(model: Model, models: Iterable[ModelFindings]) -> ModelFindings |
     alike = [
         one for one in models if not one.model.trained and (one.model.kin, one.model.ratio) == (model.kin, model.ratio)
     ]
-    own = {without_draw(row).untrained() for _, row in model.rows.iterrows()}
-    shared = [len(own & {without_draw(row).canonical() for _, row in one.eligible.iterrows()}) for one in alike]
+    tried = {without_draw(row).untrained() for _, row in model.rows.iterrows()}
+    shared = [len(tried & {without_draw(row).canonical() for _, row in one.eligible.iterrows()}) for one in alike]
     return alike[shared.index(max(shared))] if alike else None
 
 
@@ -521,7 +521,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
     findings = Findings(study, rule, within, models, without, items)
     for label, members in findings.series.items():
         if rule == "smallest" and label not in findings.smallest:
-            nearest = max(members, key=lambda found: comparable(found.best["acc_mean"]))
+            nearest = max(members, key=lambda result: comparable(result.best["acc_mean"]))
             what = f"{nearest.best['name']} with {100 * nearest.model.ratio:g}% removed"
             raise UserError(none_within(label, within, what, nearest.against_dense))
     return findings

@@ -50,10 +50,10 @@ def score(rows: pd.DataFrame, rule: str) -> np.ndarray:
     """Return what a rule of MEASURES takes the highest of; NaN where that is unknown or infinite."""
     columns = score_columns(rows, rule)
     values = [_numbers(rows[name]) for name in columns] or [np.full(len(rows), np.nan)]
-    found = MEASURES[rule][0] * np.mean(values, axis=0)
+    scores = MEASURES[rule][0] * np.mean(values, axis=0)
     if rule == "accuracy":
-        found = found.round(ACCURACY_DIGITS)  # equal ones are equal
-    return np.where(np.isfinite(found), found, np.nan)
+        scores = scores.round(ACCURACY_DIGITS)  # equal ones are equal
+    return np.where(np.isfinite(scores), scores, np.nan)
 
 
 def _highest(rows: pd.DataFrame, values: np.ndarray) -> list[str]:
@@ -94,14 +94,14 @@ def pareto(rows: pd.DataFrame) -> list[str]:
     measured = [np.where(np.isfinite(values), values, np.inf) for values in columns if np.isfinite(values).any()]
     costs = np.column_stack(measured)  # lower is better
     size = np.nan_to_num(_numbers(rows["params_count"]), nan=np.inf)
-    kept = []
+    undominated = []
     for k, cost in enumerate(costs):
         smaller = size * (1 + _SAME_SIZE) < size[k]
         no_worse = (costs <= cost).all(axis=1) & ~(size[k] * (1 + _SAME_SIZE) < size)
         better = (costs < cost).any(axis=1) | smaller
         if not (no_worse & better).any():
-            kept.append(str(rows["name"].iloc[k]))
-    return kept
+            undominated.append(str(rows["name"].iloc[k]))
+    return undominated
 
 
 def smallest(rows: pd.DataFrame) -> list[str]:

@@ -95,21 +95,21 @@ def level_format(hyperparameter: str) -> str:
 def best_configurations(findings: Findings) -> Table:
     """The chosen configuration of each model, with what it keeps and how certain the choice is."""
     rows = []
-    for found in findings.models.values():
-        dense, cross_fit, tied = found.model.baseline, found.cross_fit, len(found.tied)
+    for result in findings.models.values():
+        dense, cross_fit, tied = result.model.baseline, result.cross_fit, len(result.tied)
         values = {
             "cross_fitted": cross_fit.corrected if cross_fit else None,
             "cross_fitted_stderr": cross_fit.stderr if cross_fit else None,
-            "removed_fraction": found.best["removed_fraction"],
+            "removed_fraction": result.best["removed_fraction"],
             "dense_acc": dense.get("acc_mean"),
             "dense_acc_stderr": dense.get("acc_mean_stderr"),
             "dense_ppl": dense.get("ppl"),
-            "retained": found.retained(found.best["acc_mean"]),
+            "retained": result.retained(result.best["acc_mean"]),
             "confidence_set": tied,
-            "complete": len(found.eligible),
-            "share_of_runs": f"{tied - 1} of {found.compared}" if found.compared else None,
+            "complete": len(result.eligible),
+            "share_of_runs": f"{tied - 1} of {result.compared}" if result.compared else None,
         }
-        rows.append(configuration(found, found.best) | values)
+        rows.append(configuration(result, result.best) | values)
     columns = [
         *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), DRAWS, ACCURACY),
         Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr", threshold="_threshold_mean"),
@@ -125,11 +125,11 @@ def best_configurations(findings: Findings) -> Table:
         Message("note_chosen", {"rule": findings.rule, "meaning": findings.meaning(findings.rule)}),
         *accuracy_notes(findings),
     ]
-    if any(found.cross_fit for found in findings.models.values()):
+    if any(result.cross_fit for result in findings.models.values()):
         notes.append(Message("note_cross_fitted"))
     notes += [Message("note_confidence_set"), *window_notes(findings)]
-    ratios = {found.model.ratio for found in findings.models.values()}
-    shapes = {found.model.shape for found in findings.models.values()}
+    ratios = {result.model.ratio for result in findings.models.values()}
+    shapes = {result.model.shape for result in findings.models.values()}
     title = "Best configurations"
     if len(ratios) == 1:
         title += f" with {100 * ratios.pop():g}% of all parameters removed"
@@ -141,11 +141,11 @@ def best_configurations(findings: Findings) -> Table:
 def selection_rules(findings: Findings) -> Table:
     """Return the table of what each rule chooses."""
     rows = []
-    for found in findings.models.values():
-        for rule, names in found.chosen.items():
-            for row in map(found.named, names):
+    for result in findings.models.values():
+        for rule, names in result.chosen.items():
+            for row in map(result.named, names):
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
-                rows.append(configuration(found, row) | values | unread(found, row))
+                rows.append(configuration(result, row) | values | unread(result, row))
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
@@ -159,12 +159,12 @@ def selection_rules(findings: Findings) -> Table:
 def task_accuracies(findings: Findings) -> Table:
     """Per-task accuracies of the best configuration, and the dense model's."""
     rows = []
-    for label, found in findings.models.items():
-        for row in found.tasks.reset_index(names="task").to_dict("records"):
-            dense_stderr = found.model.baseline.get(f"acc_{row['task']}_stderr")
-            told = "no" if row["task"] in found.uninformative else "yes" if row["task"] != "mean" else ""
-            row |= {"informative": told if found.uninformative else ""}
-            rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": found.best["name"]})
+    for label, result in findings.models.items():
+        for row in result.tasks.reset_index(names="task").to_dict("records"):
+            dense_stderr = result.model.baseline.get(f"acc_{row['task']}_stderr")
+            says = "no" if row["task"] in result.uninformative else "yes" if row["task"] != "mean" else ""
+            row |= {"informative": says if result.uninformative else ""}
+            rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": result.best["name"]})
     columns = [
         *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Questions", "int")),
         Column("acc", "Pruned", "acc", "stderr", threshold="threshold", items="items"),
@@ -186,9 +186,9 @@ def architecture(findings: Findings) -> Table:
     """Gradient ratios of each model beside what it is pruned best with."""
     ratios = {f"grad_{name}_ratio": f"{name.capitalize()} ratio" for name in ("mean", "norm", "std", "max")}
     rows = []
-    for found in findings.models.values():
-        row = configuration(found, found.best) | _geometry(findings, found)
-        rows.append(row | {name: found.best.get(name) for name in (*ratios, "extreme_pruning_layers")})
+    for result in findings.models.values():
+        row = configuration(result, result.best) | _geometry(findings, result)
+        rows.append(row | {name: result.best.get(name) for name in (*ratios, "extreme_pruning_layers")})
     columns = [
         *(MODEL, Column("layers", "Layers", "int"), Column("total_params", "Parameters", "int")),
         *(Column(name, label, "points") for name, label in ratios.items()),
@@ -212,9 +212,9 @@ def transfer(findings: Findings) -> Table | None:
     keys = {label: of_model(label) for label in losses}
     worst = max(1e-9, *(loss.get("loss_points", 0.0) for of_model in losses.values() for loss in of_model.values()))
     rows = []
-    for label, found in findings.models.items():
-        row: dict[str, Any] = {"model": label, "name": found.best["name"]}
-        best = found.best["acc_mean"]
+    for label, result in findings.models.items():
+        row: dict[str, Any] = {"model": label, "name": result.best["name"]}
+        best = result.best["acc_mean"]
         for other, loss in losses[label].items():
             points = loss.get("loss_points")
             key = keys[other]
@@ -234,14 +234,14 @@ def transfer(findings: Findings) -> Table | None:
 def configuration_impact(findings: Findings) -> Table | None:
     """Return what the choice of configuration is worth: minimal, another model's, for all, own; and the dense model."""
     rows = []
-    for label, found in findings.models.items():
-        for setting, config, values in _settings(findings, label, found):
-            row: dict[str, Any] = {"model": label, "setting": setting, "config": config, **limits(found)}
+    for label, result in findings.models.items():
+        for setting, config, values in _settings(findings, label, result):
+            row: dict[str, Any] = {"model": label, "setting": setting, "config": config, **limits(result)}
             row |= {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
             loss = row["loss_points"]
-            best = found.best["acc_mean"]
+            best = result.best["acc_mean"]
             row["loss"] = None if missing(loss) or not best else loss / 100 / best
-            rows.append(row | {"retained": found.retained(row["acc_mean"])})
+            rows.append(row | {"retained": result.retained(row["acc_mean"])})
     if len(rows) == len(findings.models):  # nothing beside the own optimum
         return None
     columns = [
@@ -252,12 +252,12 @@ def configuration_impact(findings: Findings) -> Table | None:
     return Table("configuration_impact", "Impact of the configuration", columns, rows, [Message("note_impact")])
 
 
-def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _settings(findings: Findings, label: str, result: ModelFindings) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Setting, configuration, and its metrics with the losses against the own optimum, as far as they are known."""
-    best, dense = found.best, found.model.baseline
+    best, dense = result.best, result.model.baseline
     if "acc_mean" in dense:
         yield "dense", "", dense
-    for _, row in found.eligible[found.eligible["num_samples"] <= MINIMAL_SAMPLES].iterrows():
+    for _, row in result.eligible[result.eligible["num_samples"] <= MINIMAL_SAMPLES].iterrows():
         loss = difference(best, row, findings.items)
         yield "minimal", row["name"], {**row, **dict(zip(_LOSS, (loss.points, loss.stderr_points), strict=True))}
     if findings.transfer is not None:
@@ -270,44 +270,44 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
     yield "own optimum", best["name"], {**best, "loss_points": 0.0}
 
 
-def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
+def configuration(result: ModelFindings, row: Any) -> dict[str, Any]:
     """Return what every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
-    own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.marked}
+    own = {"model": result.model.label, **{name: row[name] for name in names}, "tied": row["name"] in result.marked}
     own |= {name: row.get(name) for column in MEASURES for name in (column.key, column.stderr)}
-    return own | unread(found, row) | informative(found, row) | draws_of(found, row) | limits(found)
+    return own | unread(result, row) | informative(result, row) | draws_of(result, row) | limits(result)
 
 
-def unread(found: ModelFindings, row: Any) -> dict[str, Any]:
+def unread(result: ModelFindings, row: Any) -> dict[str, Any]:
     """Return what no table says of a configuration whose method reads no samples: their number, length and tokens."""
-    if row["method"] in found.sampling:
+    if row["method"] in result.sampling:
         return {}
     tokens = row["tokens"] - row["seq_len"] * row["num_samples"] * row["steps"]  # of a refit or a training
     return dict.fromkeys(CALIBRATION, pd.NA) | {"tokens": tokens or pd.NA}
 
 
-def informative(found: ModelFindings, row: Any) -> dict[str, float]:
+def informative(result: ModelFindings, row: Any) -> dict[str, float]:
     """Return what INFORMATIVE shows of a row."""
-    return dict(zip((INFORMATIVE.key, INFORMATIVE.stderr), found.informative(row), strict=True))
+    return dict(zip((INFORMATIVE.key, INFORMATIVE.stderr), result.informative(row), strict=True))
 
 
-def draws_of(found: ModelFindings, row: Any) -> dict[str, Any]:
+def draws_of(result: ModelFindings, row: Any) -> dict[str, Any]:
     """Return how many draws of calibration samples a configuration has, and the mark of one; nothing where none has several."""
-    known = found.draw_variance is not None
-    return {"draws": row["draws"], "_one_draw": known and row["draw_share"] == 1} if known or found.draws else {}
+    known = result.draw_variance is not None
+    return {"draws": row["draws"], "_one_draw": known and row["draw_share"] == 1} if known or result.draws else {}
 
 
-def limits(found: ModelFindings) -> dict[str, float]:
+def limits(result: ModelFindings) -> dict[str, float]:
     """Return what columns of accuracies name as `threshold` and `items`, of each task and of the mean."""
-    columns = found.guessing[["threshold", "items"]].to_dict()
+    columns = result.guessing[["threshold", "items"]].to_dict()
     return {f"_{column}_{task}": value for column, values in columns.items() for task, value in values.items()}
 
 
 def accuracy_notes(findings: Findings) -> list[Message]:
     """Return what accuracies and their standard errors are; of each model where they are not the same of all."""
     kinds = {
-        label: f"note_accuracy_{found.model.kind}{'_draws' if found.draws else ''}"
-        for label, found in findings.models.items()
+        label: f"note_accuracy_{result.model.kind}{'_draws' if result.draws else ''}"
+        for label, result in findings.models.items()
     }
     if len(set(kinds.values())) == 1:
         return [Message(kind) for kind in set(kinds.values())]
@@ -328,14 +328,14 @@ def window_notes(findings: Findings) -> list[Message]:
     ]
 
 
-def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:
+def _geometry(findings: Findings, result: ModelFindings) -> dict[str, Any]:
     """Layers and parameters before pruning, where experiment.json tells."""
-    source = found.model.source or {}
-    for folder in found.model.origins:
+    source = result.model.source or {}
+    for folder in result.model.origins:
         entry = findings.study.experiments.get(folder, {}).get("models", {}).get(source.get("label"), {})
         if geometry := entry.get("geometry"):
             return {"layers": len(geometry["mlp_width"]), "total_params": geometry["total_params"]}
-    return {"layers": None, "total_params": found.model.baseline.get("params_count")}
+    return {"layers": None, "total_params": result.model.baseline.get("params_count")}
 
 
 _WORSE = {"kl_text": "text", "kl_tasks": "questions", GOLD: "right choices"}
@@ -344,7 +344,7 @@ _WORSE = {"kl_text": "text", "kl_tasks": "questions", GOLD: "right choices"}
 def changes(findings: Findings) -> Table | None:
     """Every configuration with a refit or a training that was measured without it, too, the most accurate first; None if there is
     none."""
-    rows = [_row(found, change) for found in findings.models.values() for change in found.changes]
+    rows = [_row(result, change) for result in findings.models.values() for change in result.changes]
     columns = [
         *(MODEL, CONFIG, Column("kind", "Change")),
         *(c for c in hyperparameter_columns(findings) if HYPERPARAMETERS[c.key].of in ("recovery", "compensation")),
@@ -370,9 +370,9 @@ def changes(findings: Findings) -> Table | None:
     return Table("changes", "What repair and training change", columns, rows, notes) if rows else None
 
 
-def _row(found: ModelFindings, change: Change) -> dict[str, Any]:
+def _row(result: ModelFindings, change: Change) -> dict[str, Any]:
     before, after = change.before, change.after
-    row = configuration(found, after)
+    row = configuration(result, after)
     row |= {f"before_{name}": before.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
     for name, shift in change.shifts.items():
         row |= {f"before_{name}": shift.before, name: shift.after}
@@ -402,25 +402,25 @@ def by_size(findings: Findings) -> pd.DataFrame | None:
     """
     rows: list[dict[str, Any]] = []
     for series, members in findings.series.items():
-        if len({found.model.ratio for found in members}) < 2:
+        if len({result.model.ratio for result in members}) < 2:
             continue
-        dense = next((found.model.baseline for found in members if found.model.baseline), {})
+        dense = next((result.model.baseline for result in members if result.model.baseline), {})
         if "acc_mean" in dense:
             row = {"model": series, "config": "dense", "ratio": 0.0, "kept": 1.0}
             rows.append(row | plain_values(dense, *_VALUES))
-        for found in members:
-            draws = found.draws.get(found.best.name, found.best.to_frame().T)["acc_mean"]
+        for result in members:
+            draws = result.draws.get(result.best.name, result.best.to_frame().T)["acc_mean"]
             row = {"model": series, "acc_lowest": draws.min(), "acc_highest": draws.max()}
-            rows.append(row | _values(found, found.best, dense.get("params_count")))
+            rows.append(row | _values(result, result.best, dense.get("params_count")))
     return pd.DataFrame(rows).astype(dict.fromkeys(_VALUES, "float64")) if rows else None
 
 
-def _values(found: ModelFindings, row: pd.Series, dense_params: float | None) -> dict[str, Any]:
+def _values(result: ModelFindings, row: pd.Series, dense_params: float | None) -> dict[str, Any]:
     values = plain_values(row, *_VALUES)
     kept = 1 - row["removed_fraction"]
     if values["params_count"] and dense_params:
         kept = values["params_count"] / dense_params
-    return {"config": row["name"], "ratio": found.model.ratio, "kept": kept, **values}
+    return {"config": row["name"], "ratio": result.model.ratio, "kept": kept, **values}
 
 
 def accuracy_by_size(findings: Findings) -> Table | None:
@@ -440,13 +440,13 @@ def smallest(findings: Findings) -> Table | None:
         return None
     rows = []
     for series, members in findings.series.items():
-        for found in members:
-            values = _values(found, found.best, found.model.baseline.get("params_count")) | limits(found)
-            gap = found.against_dense
+        for result in members:
+            values = _values(result, result.best, result.model.baseline.get("params_count")) | limits(result)
+            gap = result.against_dense
             if gap is not None:
                 values |= {"difference": gap.points, "difference_stderr": gap.stderr_points}
-            values |= {"within": Message(f"within_{is_within(found)}"), "chosen": findings.smallest[series] is found}
-            rows.append({"model": found.model.label, **values})
+            values |= {"within": Message(f"within_{is_within(result)}"), "chosen": findings.smallest[series] is result}
+            rows.append({"model": result.model.label, **values})
     columns = [
         *(MODEL, CONFIG, _KEPT, PARAMETERS, ACCURACY),
         Column(
@@ -473,12 +473,12 @@ def by_speed(findings: Findings) -> pd.DataFrame | None:
     """
     rows: list[dict[str, Any]] = []
     for series, members in findings.series.items():
-        for found in members:
-            speeds, dense = found.model.compared_speeds, found.model.baseline
-            own = [row for _, row in found.eligible.iterrows() if row["key"] in speeds]
+        for result in members:
+            speeds, dense = result.model.compared_speeds, result.model.baseline
+            own = [row for _, row in result.eligible.iterrows() if row["key"] in speeds]
             if not own:
                 continue
-            about = {"series": series, "model": found.model.label, **limits(found)}
+            about = {"series": series, "model": result.model.label, **limits(result)}
             kv_bytes = speeds[own[0]["key"]].dense_kv_bytes_per_token
             first = about | {
                 "config": "dense",
@@ -489,21 +489,21 @@ def by_speed(findings: Findings) -> pd.DataFrame | None:
                 "decode": 1.0,
             }
             first |= {name: dense.get(name) for name in _VALUES} | {"kv_bytes_per_token": kv_bytes, "tied": False}
-            retained = found.retained(dense.get("acc_mean"))
+            retained = result.retained(dense.get("acc_mean"))
             rows.append(first | {"retained": retained, "retained_per_second": retained})
             for row in own:
-                speed, retained = speeds[row["key"]], found.retained(row["acc_mean"])
-                values = about | _values(found, row, dense.get("params_count"))
+                speed, retained = speeds[row["key"]], result.retained(row["acc_mean"])
+                values = about | _values(result, row, dense.get("params_count"))
                 for name in ("prefill", "decode"):
                     ratio = getattr(speed, name)
                     values |= {name: ratio.value, f"{name}_lowest": ratio.lowest, f"{name}_highest": ratio.highest}
-                values |= {"method": row["method"], "tied": row["name"] in found.marked, "retained": retained}
+                values |= {"method": row["method"], "tied": row["name"] in result.marked, "retained": retained}
                 values |= {
                     "kv_bytes_per_token": speed.kv_bytes_per_token,
                     "kv_kept": speed.kv_bytes_per_token / kv_bytes,
                 }
                 values |= {"retained_per_second": None if retained is None else row["retained_per_second"]}
-                values |= {"pareto": row["name"] in found.chosen["pareto"], "best": row["name"] == found.best["name"]}
+                values |= {"pareto": row["name"] in result.chosen["pareto"], "best": row["name"] == result.best["name"]}
                 rows.append(values)
     return pd.DataFrame(rows).astype(dict.fromkeys(_VALUES, "float64")) if rows else None
 
@@ -534,28 +534,28 @@ def _yes_or_no(value: Any) -> Message | None:
     return None if pd.isna(value) else Message("within_yes" if value else "within_no")
 
 
-def _timed(found: ModelFindings) -> bool:
-    return bool(found.model.compared_speeds)
+def _timed(result: ModelFindings) -> bool:
+    return bool(result.model.compared_speeds)
 
 
-def _conditions(found: ModelFindings) -> Message:
+def _conditions(result: ModelFindings) -> Message:
     """Return how the speeds of a model were measured, and how many others there are."""
-    speeds = found.model.compared_speeds
+    speeds = result.model.compared_speeds
     record = next(iter(speeds.values()))
-    others = len({one.key for one in found.model.speeds if one.conditions != record.conditions})
-    values = {"model": found.model.label, **vars(record.conditions), "graph": record.graph, "others": others}
+    others = len({one.key for one in result.model.speeds if one.conditions != record.conditions})
+    values = {"model": result.model.label, **vars(record.conditions), "graph": record.graph, "others": others}
     return Message("note_speed_conditions_more" if others else "note_speed_conditions", values)
 
 
-def is_within(found: ModelFindings) -> str:
+def is_within(result: ModelFindings) -> str:
     """Say of the best by rule "smallest" "yes" or "no" by its accuracy as measured; "surely" where that is so with 95% confidence
     (one-sided, normal). Where both answered every item alike, the error is as if they had every item right (Wilson)."""
-    if not found.chosen["smallest"]:
+    if not result.chosen["smallest"]:
         return "no"
-    gap = found.against_dense
+    gap = result.against_dense
     assert gap is not None  # else nothing is within
     error = gap.stderr_points
     if error == 0:
-        of_tasks = [wilson_stderr(items) for items in found.tasks["items"].drop("mean")]
+        of_tasks = [wilson_stderr(items) for items in result.tasks["items"].drop("mean")]
         error = 100 * math.hypot(*of_tasks) / len(of_tasks)
-    return "surely" if found.best["margin_points"] >= _ONE_SIDED * error else "yes"
+    return "surely" if result.best["margin_points"] >= _ONE_SIDED * error else "yes"

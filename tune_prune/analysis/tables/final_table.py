@@ -44,8 +44,8 @@ _ON_SCREEN = (
 def final_table(findings: Findings, top: int = 5) -> str:
     """Per model, trained or not: the original, the best configuration of each method and the `top` best; then the models compared.
     Lines have 100 columns at most."""
-    every, found = trials(findings), verdicts(findings)
-    tables = {label: _best_trials(findings, verdict, every, top) for label, verdict in found.items()}
+    every, by_label = trials(findings), verdicts(findings)
+    tables = {label: _best_trials(findings, verdict, every, top) for label, verdict in by_label.items()}
     blocks = []
     for label in sorted({*tables, *findings.without}):
         if label in findings.without:
@@ -53,10 +53,10 @@ def final_table(findings: Findings, top: int = 5) -> str:
             nothing = STOPPED_DRAWS if len(ranked(model.rows)) else "no complete trial"
             blocks.append(f"{label}: {counts(model)}\n  {nothing}\n")
             continue
-        warnings = [m for one in found[label].members for m in one.warnings if m.kind.endswith(_ON_SCREEN)]
+        warnings = [m for one in by_label[label].members for m in one.warnings if m.kind.endswith(_ON_SCREEN)]
         said = dict.fromkeys(f"  ! {format_message(message)}\n" for message in warnings)
         blocks.append(f"{tables[label].title}\n{text_table(tables[label])}{''.join(said)}")
-    if (across := _across(findings, [verdict.winner.model.label for verdict in found.values()])) is not None:
+    if (across := _across(findings, [verdict.winner.model.label for verdict in by_label.values()])) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
     changed = changes(findings)
     if changed is not None and (trained := [row for row in changed.rows if row["kind"] == "training"]):
@@ -84,9 +84,9 @@ def _best_trials(findings: Findings, verdict: Verdict, every: Table, top: int) -
     """The first rows of the table of its trials, below one for the original."""
     rows: list[dict[str, Any]] = []
     ranks = {name: place for place, name in enumerate(verdict.rows["name"], 1)}
-    for found in verdict.members:
-        own = [row for row in every.of(found.model.label).rows if row["rank"] is not None]
-        kind = "yes" if found.model.trained else "–"
+    for result in verdict.members:
+        own = [row for row in every.of(result.model.label).rows if row["rank"] is not None]
+        kind = "yes" if result.model.trained else "–"
         rows += [
             {**row, "rank": ranks[row["name"]], "tied": row["name"] in verdict.marked, "training": kind} for row in own
         ]
@@ -94,17 +94,17 @@ def _best_trials(findings: Findings, verdict: Verdict, every: Table, top: int) -
     first = {(row["method"], row["training"]): row["rank"] for row in reversed(rows)}
     few = len(rows) <= 2 * top
     shown = [row for row in rows if few or row["rank"] <= top or row["rank"] == first[row["method"], row["training"]]]
-    found, parts = verdict.members[0], [counts(one.model) for one in verdict.members]
+    result, parts = verdict.members[0], [counts(one.model) for one in verdict.members]
     title = f"{verdict.model}: {'; trained: '.join(parts)}"
     if len(shown) < len(rows):
         title += f"; the best of each method and the {top} best"
     names = [column.key for column in hyperparameter_columns(findings)]
-    reading = {name: methods_reading(found.model.rows, name) for name in names}
-    made: list[dict[str, Any]] = [{"method": "original", **found.model.baseline}] if found.model.baseline else []
+    reading = {name: methods_reading(result.model.rows, name) for name in names}
+    made: list[dict[str, Any]] = [{"method": "original", **result.model.baseline}] if result.model.baseline else []
     for row in shown:
         unread = [name for name, methods in reading.items() if row["method"] not in methods]
         made.append({**row, **dict.fromkeys(unread)})
-    made = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in made]
+    made = [{**row, "retained": result.retained(row.get("acc_mean")), **limits(result)} for row in made]
     columns = [*every.pick(*names, "ppl", "draws", "acc_mean").columns, _OF_ORIGINAL, PARAMETERS]
     if len(parts) > 1:
         columns.insert(len(names), Column("training", "Training", style="setting"))

@@ -19,15 +19,15 @@ from tune_prune.core.hyperparameters import HYPERPARAMETERS
 def methods(findings: Findings) -> Table:
     """Pruning methods over all complete runs of each, highest mean first."""
     rows, notes = [], [Message("note_methods")]
-    for label, found in findings.models.items():
-        top, *others = found.methods.index
-        if names := [method for method in others if missing(found.methods.loc[method, "p_below"])]:
+    for label, result in findings.models.items():
+        top, *others = result.methods.index
+        if names := [method for method in others if missing(result.methods.loc[method, "p_below"])]:
             notes.append(Message("note_not_compared", {"model": label, "top": top, "names": names}))
-        for method, values in found.methods.iterrows():
-            best = found.named(values["best"])
+        for method, values in result.methods.iterrows():
+            best = result.named(values["best"])
             row = {"model": label, "method": method, **values}
             row |= {"best_acc": best["acc_mean"], "best_acc_stderr": best["acc_mean_stderr"]}
-            rows.append(row | {"best_tied": best["name"] in found.marked} | limits(found))
+            rows.append(row | {"best_tied": best["name"] in result.marked} | limits(result))
     columns = [
         *(MODEL, Column("method", "Method"), CONFIGURATIONS),
         *(replace(accuracy("mean"), best="tied"), Column("std", "Std", "acc")),
@@ -48,8 +48,8 @@ def method_pairs(findings: Findings) -> Table | None:
     """The mean difference of every two methods, with its error and whether it is distinguishable from 0."""
     rows = [
         {"model": label, "first": first, "second": second, **values, "result": _result(first, values)}
-        for label, found in findings.models.items()
-        for (first, second), values in found.method_pairs.iterrows()
+        for label, result in findings.models.items()
+        for (first, second), values in result.method_pairs.iterrows()
     ]
     columns = [
         *(MODEL, Column("first", "Method"), Column("second", "Compared with"), Column("n", "Pairs", "int")),
@@ -67,21 +67,21 @@ def _result(first: str, pair: Any) -> Message:
 
 def levels(findings: Findings) -> list[Table]:
     """Accuracy at each level of a hyperparameter, over all others, with its trend: a table for each that has levels."""
-    names = dict.fromkeys(name for found in findings.models.values() for name in found.levels)
+    names = dict.fromkeys(name for result in findings.models.values() for name in result.levels)
     return [_levels(findings, name) for name in names]
 
 
 def _levels(findings: Findings, name: str) -> Table:
     rows, notes = [], [Message("note_levels")]
-    for label, found in findings.models.items():
-        trend = found.trends.get(name)
+    for label, result in findings.models.items():
+        trend = result.trends.get(name)
         words = trend_message(trend) if trend is not None else None
         if trend is not None:
             values = {"model": label, "trend": words, "r": trend.spearman, "p": trend.spearman_p}
             notes.append(Message("note_trend", values))
-        for level, values in found.levels.get(name, pd.DataFrame()).iterrows():
+        for level, values in result.levels.get(name, pd.DataFrame()).iterrows():
             tied = trend is not None and level in trend.tied_levels
-            rows.append({"model": label, "level": level, **values, "tied": tied, "trend": words} | limits(found))
+            rows.append({"model": label, "level": level, **values, "tied": tied, "trend": words} | limits(result))
     columns = [
         *(
             MODEL,
@@ -105,15 +105,15 @@ def trend_message(trend: Trend, words: bool = False) -> Message:
 def effects(findings: Findings) -> Table | None:
     """Return what each hyperparameter explains: the analysis of variance where there is one, else its share of importance only."""
     rows, notes = [], []
-    for label, found in findings.models.items():
-        terms = pd.DataFrame({"share": found.importance}) if found.effects is None else found.effects
+    for label, result in findings.models.items():
+        terms = pd.DataFrame({"share": result.importance}) if result.effects is None else result.effects
         for term, values in terms.iterrows():
             rows.append({"model": label, "term": term, "_term": term.replace(":", " × "), **values})
-        shares = [f"{name} {100 * share:.1f}%" for name, share in found.importance.items()]
-        notes.append(Message(f"note_importance_{found.importance_basis}", {"model": label, "shares": shares}))
+        shares = [f"{name} {100 * share:.1f}%" for name, share in result.importance.items()]
+        notes.append(Message(f"note_importance_{result.importance_basis}", {"model": label, "shares": shares}))
     if not rows:
         return None
-    if any(found.effects is not None for found in findings.models.values()):
+    if any(result.effects is not None for result in findings.models.values()):
         notes.insert(0, Message("note_effects"))
     columns = [
         *(MODEL, Column("_term", "Term"), Column("df", "df", "int"), Column("share", "Share of variance", "percent")),
@@ -125,7 +125,7 @@ def effects(findings: Findings) -> Table | None:
 
 def correlations(findings: Findings) -> Table | None:
     """Correlations of accuracy with other measures."""
-    rows = [{"model": label, **vars(item)} for label, found in findings.models.items() for item in found.correlations]
+    rows = [{"model": label, **vars(item)} for label, result in findings.models.items() for item in result.correlations]
     columns = [
         *(
             MODEL,
@@ -139,7 +139,7 @@ def correlations(findings: Findings) -> Table | None:
         Column("reason", "Not computable because", wrap=True),
     ]
     notes = [Message("note_correlations")]
-    if any(CONTROL in found.methods.index for found in findings.models.values()):
+    if any(CONTROL in result.methods.index for result in findings.models.values()):
         notes.append(Message("note_control"))
     if any(row["passes"] is not None for row in rows):
         notes.append(Message("note_passes"))
@@ -152,9 +152,9 @@ def extreme_layers(findings: Findings) -> Table | None:
     rows = [
         {"model": label, "layers": layers, "n": len(group), "ppl": mean_perplexity(group["ppl"])}
         | {name: getattr(group["acc_mean"], name)() for name in ("mean", "min", "max")}
-        | limits(found)
-        for label, found in findings.models.items()
-        for layers, group in found.eligible.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
+        | limits(result)
+        for label, result in findings.models.items()
+        for layers, group in result.eligible.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
     ]
     columns = [
         *(MODEL, Column("layers", "Extreme layers", "int"), CONFIGURATIONS),

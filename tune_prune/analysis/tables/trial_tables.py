@@ -73,17 +73,22 @@ def trials(findings: Findings) -> Table:
     rows: list[dict[str, Any]] = []
     for label, model in findings.study.models.items():
         rest = model.rows
-        if (found := findings.models.get(label)) is not None:
-            shown = found.eligible.index.union([index for draws in found.draws.values() for index in draws.index])
+        if (result := findings.models.get(label)) is not None:
+            shown = result.eligible.index.union([index for draws in result.draws.values() for index in draws.index])
             rest = rest.drop(index=shown)
-            places = found.eligible["ppl"].rank(method="first")
-            tied, of_all = found.marked, {"model": label} | limits(found)
-            for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
+            places = result.eligible["ppl"].rank(method="first")
+            tied, of_all = result.marked, {"model": label} | limits(result)
+            for rank, (row, place) in enumerate(zip(result.eligible.to_dict("records"), places, strict=True), 1):
                 ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
-                state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}
-                of_draws = draws_of(found, row) | informative(found, row)
+                state = {"state": "complete", **ranks, "chosen": row["name"] == result.best["name"]}
+                of_draws = draws_of(result, row) | informative(result, row)
                 rows.append(
-                    _without_draws(row) | unread(found, row) | of_draws | state | {"tied": row["name"] in tied} | of_all
+                    _without_draws(row)
+                    | unread(result, row)
+                    | of_draws
+                    | state
+                    | {"tied": row["name"] in tied}
+                    | of_all
                 )
         for row in rest.to_dict("records"):
             finite = row["success"] and math.isfinite(row["acc_mean"])
@@ -126,13 +131,13 @@ def _without_draws(row: Mapping[str, Any]) -> dict[str, Any]:
 def draws(findings: Findings) -> Table | None:
     """The configurations with several draws of calibration samples: what each draw scored, and the 95% interval of their mean."""
     rows, notes, columns = [], [], {}
-    for label, found in findings.models.items():
-        usual = (found.model.source or {}).get("seed")
-        for place, (index, row) in enumerate(found.eligible.iterrows()):
-            if index not in found.draws:
+    for label, result in findings.models.items():
+        usual = (result.model.source or {}).get("seed")
+        for place, (index, row) in enumerate(result.eligible.iterrows()):
+            if index not in result.draws:
                 continue
-            own = found.draws[index]
-            half = found.comparison.half_width(place)
+            own = result.draws[index]
+            half = result.comparison.half_width(place)
             values = {
                 "low": np.clip(row["acc_mean"] - half, 0, 1),
                 "high": np.clip(row["acc_mean"] + half, 0, 1),
@@ -142,8 +147,8 @@ def draws(findings: Findings) -> Table | None:
                 seed = usual if missing(seed) else int(seed)
                 columns[seed] = Column(f"seed_{seed}", "Run's seed" if seed is None else f"Seed {seed}", "acc")
                 values[f"seed_{seed}"] = accuracy
-            rows.append(configuration(found, row) | values)
-        if (between := found.draw_variance) is None:
+            rows.append(configuration(result, row) | values)
+        if (between := result.draw_variance) is None:
             continue
         note = {"model": label, "points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
         notes.append(Message("note_draw_variance", note | {"share": _share(between.interaction, between.mean_square)}))
@@ -180,16 +185,16 @@ def statistics(findings: Findings) -> Table:
     """Runs, task evaluations, completeness, cost and the distribution of accuracy: a column per model, and one for all."""
     values = pd.DataFrame(
         {
-            label: {**found.statistics, "trial_hours": _hours(found.model.rows)}
-            for label, found in findings.models.items()
+            label: {**result.statistics, "trial_hours": _hours(result.model.rows)}
+            for label, result in findings.models.items()
         }
     )
     if len(findings.models) > 1:
-        every = pd.concat([found.model.rows for found in findings.models.values()])
+        every = pd.concat([result.model.rows for result in findings.models.values()])
         total = values.loc[list(_COUNTS)].sum(axis="columns").to_dict() | {"trial_hours": _hours(every)}
-        alike = {(found.model.ratio, found.model.trained) for found in findings.models.values()}
+        alike = {(result.model.ratio, result.model.trained) for result in findings.models.values()}
         if len(alike) == 1:  # else a distribution of accuracies that nobody compares
-            pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
+            pooled = pd.concat([result.eligible["acc_mean"] for result in findings.models.values()])
             total |= {name: getattr(pooled, name)() for name in _DISTRIBUTION}
         values[_ALL] = pd.Series(total)
     values.loc["completeness"] = values.loc["complete"] / values.loc["runs"]
@@ -202,7 +207,7 @@ def statistics(findings: Findings) -> Table:
     shown |= {"evaluation_fraction": ("Evaluation's share of worker time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
     thresholds = {
-        f"_{of_model(label)}": found.guessing.loc["mean", "threshold"] for label, found in findings.models.items()
+        f"_{of_model(label)}": result.guessing.loc["mean", "threshold"] for label, result in findings.models.items()
     }
     rows = [
         {"statistic": name, "_title": title, "_format": form, **values.loc[name].rename(of_model)}
@@ -284,16 +289,16 @@ def costs(findings: Findings) -> Table | None:
 def measures(findings: Findings) -> Table | None:
     """Every configuration, the most accurate first, below the dense model: each measure with its distance to the best."""
     rows: list[dict[str, Any]] = []
-    for label, found in findings.models.items():
-        gaps, dense = found.measure_gaps, found.model.baseline
+    for label, result in findings.models.items():
+        gaps, dense = result.measure_gaps, result.model.baseline
         if gaps.empty:
             continue
         if dense:
             zeros = {name: 0.0 for name in TEXTS if f"{name}_gap" in gaps}  # by definition
             rows.append(
-                {**dense, **zeros, "model": label, "name": "dense", **informative(found, dense), **limits(found)}
+                {**dense, **zeros, "model": label, "name": "dense", **informative(result, dense), **limits(result)}
             )
-        rows += [configuration(found, row) | gaps.loc[index].to_dict() for index, row in found.eligible.iterrows()]
+        rows += [configuration(result, row) | gaps.loc[index].to_dict() for index, row in result.eligible.iterrows()]
     gap_columns = (
         Column(f"{column.key}_gap", label, "nats", f"{column.key}_gap_stderr", hint="to the best of this measure")
         for column, label in zip(MEASURES, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
@@ -332,8 +337,8 @@ def fidelities(findings: Findings) -> Table | None:
             "let_through": one.let_through,
             "seconds": one.seconds,
         }
-        for label, found in findings.models.items()
-        for one in found.fidelities
+        for label, result in findings.models.items()
+        for one in result.fidelities
     ]
     columns = [
         *(MODEL, Column("rung", "Rung")),
