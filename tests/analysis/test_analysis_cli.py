@@ -175,5 +175,5 @@ def test_an_output_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -
 
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:
-    assert tuple(findings.RULES) == analysis.RULES
+    assert list(findings.RULES) == list(analysis.RULES)
     assert analysis.LANGUAGES == messages.LANGUAGES

@@ -88,29 +88,14 @@ class Verdict:
         if (retained := result.retained(best["acc_mean"])) is not None:
             parts[0] += f", {retained:.1%} of the original's"
         if self.rule == "accuracy":
-            parts += self._close()
+            comparable = self.marked and self.rows["p_value"].count() > 1
+            parts += [close_calls(result, self.rows)] if comparable else []
         else:
             what, form = _CHOSEN_BY[self.rule]
             value = abs(float(score(pd.DataFrame([best]), self.rule)[0]))
             shown_value = printed(-value if self.rule == "gold_logprob" else value, form)
             parts = [f"{what}, {shown_value}, as --objective asks", *parts, "the table below goes by accuracy"]
         return fold(f"best         \t{self.model}: {in_words(result)}: {'; '.join(parts)}")
-
-    def _close(self) -> list[str]:
-        """Return how many others are too close to the most accurate to call."""
-        others, close = int(self.rows["p_value"].count()) - 1, len(self.marked) - 1
-        if others < 1 or close < 0:
-            return []
-        if close == 0:
-            return [clearly_better(others, len(self.rows) - 1)]
-        of_all = f"{close} of {others} others" if others > 1 else "the other one"
-        return [f"{of_all} {'is' if close == 1 else 'are'} too close to call"]
-
-
-def clearly_better(compared: int, others: int) -> str:
-    """Than all `others`, or than those of them that were `compared`, where errors are missing."""
-    told = "" if compared == others else " that could be compared"
-    return f"clearly better than {f'all {compared} others' if compared > 1 else 'the other one'}{told}"
 
 
 def in_words(result: ModelFindings) -> str:
@@ -194,7 +179,8 @@ def close_calls(result: ModelFindings, rows: pd.DataFrame | None = None) -> str:
     tied = [name for name in rows.loc[p_value > 0.05, "name"] if name != top]
     chosen, one = result.best["name"], compared == 1
     if chosen == top and not tied:
-        return clearly_better(compared, len(rows) - 1)
+        of_those = "" if compared == len(rows) - 1 else " that could be compared"
+        return f"clearly better than {'the other one' if one else f'all {compared} others'}{of_those}"
     of_all = "the other one" if one and tied else f"{len(tied) or 'none'} of {compared} others"
     whom = "" if chosen == top else f" with the most accurate, {top}"
     apart = "" if chosen in (top, *tied) else "; the chosen one is not among them"

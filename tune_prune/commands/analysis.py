@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from tune_prune.analysis.input.study import Problem, Study
     from tune_prune.analysis.statistics.findings import Findings
 
-RULES = (
-    "accuracy",
-    "perplexity",
-    "gold_logprob",
-    "kl",
-    "one-standard-error",
-    "pareto",
-    "smallest",
-    "retained-per-second",
-)  # rules.RULES, without its imports
+# By the names of rules.RULES, whose module is too heavy for --help.
+RULES = {
+    "accuracy": "the most questions answered right",
+    "perplexity": "the best at predicting text",
+    "gold_logprob": "how likely right answers are; where accuracy guesses",
+    "kl": "predictions closest to the original model's",
+    "one-standard-error": "the least sample text, within one standard error",
+    "pareto": "the best trade-offs; of them the most accurate",
+    "smallest": "the fewest parameters, at most --within less accurate",
+    "retained-per-second": "accuracy for time, after tune-prune speed",
+}
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
 _IN_DECISION = ("within_noise", "selection_bias")  # warnings that the first lines say
@@ -86,15 +87,9 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--rule", choices=RULES, default="accuracy", metavar="RULE",
-        help="""how the best is chosen (default: %(default)s)
-        accuracy             the most questions answered right
-        perplexity           the best at predicting text
-        gold_logprob         how likely right answers are; where accuracy guesses
-        kl                   predictions closest to the original model's
-        one-standard-error   the least sample text, within one standard error
-        pareto               the best trade-offs; of them the most accurate
-        smallest             the fewest parameters, at most --within less accurate
-        retained-per-second  accuracy for time, after tune-prune speed""",
+        help="\n        ".join(
+            ["how the best is chosen (default: %(default)s)", *(f"{rule:21}{chosen}" for rule, chosen in RULES.items())]
+        ),
     )  # fmt: skip
     p.add_argument(
         "--within", type=_points, metavar="POINTS",
