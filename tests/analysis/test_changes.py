@@ -13,9 +13,8 @@ import pandas as pd
 import pytest
 from scipy.stats import t
 
-from tests.findings import simulated_findings, simulated_study
+from tests.findings import simulated_findings
 from tune_prune.analysis.input.items import gold_logprobs, read_items
-from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.statistics.differences import (
     Change,
@@ -28,7 +27,7 @@ from tune_prune.analysis.statistics.differences import (
     paired_freedom,
     paired_gap,
 )
-from tune_prune.analysis.statistics.findings import Findings, find
+from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import by_size
 from tune_prune.analysis.tables.final_table import final_table
@@ -76,25 +75,6 @@ def test_each_is_shown_beside_itself_untrained(findings) -> None:
         assert row["gain_stderr"] == pytest.approx(100 * np.sqrt((errors**2).sum()) / len(ZERO_SHOT_TASKS))
         assert row["gain"] == pytest.approx(100 * GAINS[row["config"]], abs=4 * row["gain_stderr"])
     assert "What training changes, gain in points" in final_table(findings)
-
-
-def test_what_a_training_changes_in_the_other_measures_has_the_error_of_the_same_items(tmp_path: Path) -> None:
-    path = simulated_study(tmp_path, models=("alpha",), trained=GAINS)
-    for number, file in enumerate(sorted(path.glob("trials/*/items.parquet"))):
-        items, generator = pd.read_parquet(file), np.random.default_rng(number)
-        items["loglikelihoods"] = [generator.normal(-5, 1, len(own)) for own in items["loglikelihoods"]]
-        items.to_parquet(file)
-    found = find(read_study([path], []))
-    untrained, trained = (one.eligible.set_index("name") for one in found.models.values())
-    rows = all_tables(found)["changes"].rows
-    assert len(rows) == len(GAINS)
-    for row in rows:
-        folders = (untrained.loc[row["config"]]["output_dir"], trained.loc[f"{row['config']}-lora"]["output_dir"])
-        before, after = map(gold_logprobs, folders)
-        gaps = (after - before).groupby(level="task")
-        assert row["gold_logprob_mean_change"] == pytest.approx(gaps.mean().mean())
-        error = np.sqrt((gaps.var() / gaps.count()).sum()) / len(ZERO_SHOT_TASKS)
-        assert row["gold_logprob_mean_change_stderr"] == pytest.approx(error) and error > 0
 
 
 TEXT, TASKS = [0.2, 0.3, 0.1, 0.4, 0.25, 0.15], [0.5, 0.3, 0.4]  # KL by block, nats per token

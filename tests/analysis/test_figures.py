@@ -257,25 +257,6 @@ def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelF
         assert y == accuracy[cost <= x].max()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "absent"),
-    [
-        (searched("one", ["taylor"], [64], [128], ppl=math.nan), {"seq_len", "num_samples", "ppl_accuracy"}),
-        (
-            searched("level", [*METHODS, "wanda", "x"], [64], [128, 256], acc_mean=0.5, elapsed_time=math.nan),
-            {"seq_len"},
-        ),
-        (searched("wide", METHODS, range(8, 208, 8), range(32, 330, 64), every=3, ppl=math.inf), {"ppl_accuracy"}),
-    ],
-    ids=["one configuration", "five methods alike, one level", "many levels, sparse"],
-)
-def test_any_shape_of_search_is_drawn(model: Model, absent: set[str], tmp_path: Path) -> None:
-    names = {path.stem for path in figures.draw_all(findings_of(model), tmp_path)}
-    possible = {f"heatmap_{model.label}", "methods", "accuracy_cost", "seq_len", "num_samples", "ppl_accuracy"}
-    assert names == possible - absent
-
-
 def marked(axes: Axes, marker: str) -> Line2D:
     (line,) = [line for line in axes.get_lines() if line.get_marker() == marker]
     return line

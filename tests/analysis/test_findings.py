@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -110,23 +109,6 @@ def test_transfer_is_the_paired_difference_to_the_own_best(findings: Findings) -
             assert losses[other]["loss_points_stderr"] == pytest.approx(expected.stderr_points)
     means = [model.eligible.set_index("name")["acc_mean"] for model in findings.models.values()]
     assert findings.transfer is not None and findings.transfer.best_for_all["config"] == (means[0] + means[1]).idxmax()
-
-
-def test_transfer_to_what_was_not_run_is_unknown(findings: Findings) -> None:
-    beta = findings.study.models["beta"]
-    without = beta.rows[beta.rows["name"] != findings.models["alpha"].best["name"]].reset_index(drop=True)
-    changed = find(replace(findings.study, models={**findings.study.models, "beta": replace(beta, rows=without)}))
-    assert changed.transfer is not None and not changed.transfer.losses["beta"]["alpha"]["evaluated"]
-    assert "missing_trials" in kinds(changed.models["beta"])
-
-
-def test_tasks_of_the_best_stand_beside_the_dense_model(findings: Findings) -> None:
-    model = findings.models["alpha"]
-    dense = json.loads((model.model.origins[0] / "baseline.json").read_text())["alpha"]["metrics"]
-    assert list(model.tasks.columns[:4]) == ["acc", "stderr", "dense", "retained"]
-    assert model.tasks["acc"].drop("mean").mean() == pytest.approx(model.tasks.loc["mean", "acc"])
-    assert (model.tasks["items"].drop("mean") == 150).all()
-    assert model.tasks.loc["piqa", "retained"] == pytest.approx(model.best["acc_piqa"] / dense["acc_piqa"])
 
 
 def test_without_items_errors_are_those_of_each_trial(tmp_path: Path, findings: Findings) -> None:

@@ -145,15 +145,6 @@ def test_hardware_and_software_are_those_of_the_records(tmp_path: Path) -> None:
     assert "Hardware: NVIDIA H100.\n" in paragraphs(find(study))[0]
 
 
-def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
-    """And of a single run without perplexity nothing is claimed."""
-    one = {("taylor", 16, 128): 0.5}
-    findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
-    text = paragraphs(findings)[0]
-    assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
-    assert "No configuration of lost is complete." in text
-
-
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_model_that_is_all_wrong_has_no_loss_in_percent(tmp_path: Path) -> None:
     findings = from_csv(tmp_path, {"A": lambda method, *_: 0.5 if method == "taylor" else 0.4, "B": lambda *_: 0.0})

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
+from tests.findings import from_csv, simulated_findings, simulated_study
 from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.files import csv_text, document, escape, latex_table, markdown_table
@@ -256,26 +256,6 @@ def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
     assert [row["loss_points"] for row in rows] == pytest.approx(list(losses))
     errors = 100 * np.hypot(own["acc_mean_stderr"], minimal["acc_mean_stderr"])
     assert [row["loss_points_stderr"] for row in rows] == pytest.approx(list(errors))
-
-
-def test_published_grid(tmp_path: Path) -> None:
-    """The figures that were published, to the digit; files in full precision."""
-    findings = published_findings()
-    grids = {
-        key: [[text for text, _ in row] for row in read_markdown(table)] for key, table in all_tables(findings).items()
-    }
-    assert [row[3][:5] for row in grids["seq_len"]] == [".4988", ".5345", ".5699", ".5755", ".5805"]
-    assert [row[3][:5] for row in grids["num_samples"]] == [".5504", ".5515", ".5537"]
-    assert ["blockwise", "15", ".5821", ".0178"] in [row[1:5] for row in grids["methods"]]
-    assert [text[:5] for text in grids["optimal_configurations"][0][1:6]] == ["block", "64", "128", ".5980", "13.17"]
-    r = {row[1]: row[3] for row in grids["correlations"]}
-    assert [r[name] for name in ("ppl", "grad_mean_ratio", "extreme_pruning_layers")] == ["-.7972", ".6972", "-.2940"]
-    assert r["grad_norm_ratio"] == "–"
-    paths = write_tables(findings, tmp_path / "tables")
-    assert all(path.is_file() for path in paths)
-    again = pd.read_csv(tmp_path / "tables" / "methods.csv").set_index("method")
-    found = findings.models["Llama"].methods
-    assert list(again["mean"]) == list(found["mean"]) and list(again["std_n"]) == list(found["std_n"])
 
 
 @pytest.mark.parametrize(
