@@ -102,7 +102,7 @@ def in_words(result: ModelFindings) -> str:
     """The best configuration of a model for a person, e.g. `taylor on 128 samples of 64 tokens, repaired`."""
     best, rows = result.best, result.model.rows
     shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
-    return without_draw(best).in_words(shown)
+    return without_draw(best["configuration"]).in_words(shown)
 
 
 def verdicts(findings: Findings) -> dict[str, Verdict]:

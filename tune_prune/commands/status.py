@@ -206,7 +206,7 @@ def _best(
     """Of each group: how many trials are complete, and the best configuration `by` one of MEASURES: the mean of its draws, as the
     search decides at its end. Items that cannot be read are one more of what is `damaged`."""
     rows = frame(records, store.folder)
-    configs = [PruningConfig.from_dict(record.config) for record in records]
+    configs = rows["configuration"]
     rows["name"] = [config.name for config in configs]
     complete = rows["success"]
     groups = [config.group(record.model) for config, record in zip(configs, records, strict=True)]
@@ -229,7 +229,7 @@ def _best(
         if np.isfinite(scores).any():
             best = eligible.iloc[int(np.nanargmax(scores))]
             values = plain_values(best, "key", "draws", "acc_mean", "acc_mean_stderr", "ppl")
-            found[label]["best"] = {"config": without_draw(best).name, **values}
+            found[label]["best"] = {"config": without_draw(best["configuration"]).name, **values}
     return found
 
 

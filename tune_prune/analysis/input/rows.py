@@ -162,9 +162,9 @@ def compared(accuracies: pd.Series) -> pd.Series:
     return accuracies.astype("float64").round(ACCURACY_DIGITS)
 
 
-def without_draw(row: Mapping[str, Any]) -> PruningConfig:
-    """Return the configuration of a row without its draw: rows that differ in their seed alone have the same."""
-    return replace(row["configuration"], seed=None)
+def without_draw(configuration: PruningConfig) -> PruningConfig:
+    """Return a configuration without its draw: trials that differ in their seed alone have the same."""
+    return replace(configuration, seed=None)
 
 
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:

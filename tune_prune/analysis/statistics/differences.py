@@ -241,7 +241,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
 
 def _tried(row: Mapping[str, Any]) -> PruningConfig:
     """Return what was tried, apart from pruning ratio and draw: models that differ in those are compared by the rest."""
-    return replace(without_draw(row), pruning_ratio=PruningConfig.pruning_ratio)
+    return replace(without_draw(row["configuration"]), pruning_ratio=PruningConfig.pruning_ratio)
 
 
 # By the hyperparameter that switches it on: what it is called, and the metric of a trial that says how much of the error is left
@@ -309,9 +309,9 @@ def judged(all_changes: Sequence[Change]) -> tuple[Change, ...]:
 
 
 def _pairs(changed: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterator[Change]:
-    without = {without_draw(row): place for place, row in untrained[0][::-1].iterrows()}
+    without = {without_draw(config): place for place, config in untrained[0]["configuration"][::-1].items()}
     for place, row in changed[0].iterrows():
-        config = without_draw(row)
+        config = without_draw(row["configuration"])
         switch = "recovery" if config.recovery != PruningConfig.recovery else "compensation"
         other = without.get(replace(config, **{switch: getattr(PruningConfig, switch)}).canonical())
         if other is None or getattr(config, switch) == getattr(PruningConfig, switch):

@@ -113,7 +113,7 @@ def configurations(
     """
     if SEED not in trials or trials[SEED].isna().all():
         return trials.assign(draws=1, draw_share=1.0), {}
-    names = {index: _name(row) for index, row in rows.iterrows()}
+    names = {index: without_draw(config).name for index, config in rows["configuration"].items()}
     stopped = {names[index] for index in rows.index[rows["status"] == "stopped_early"]}
     named = trials.assign(name=[names[index] for index in trials.index])
     named = named[~named["name"].isin(stopped)]
@@ -136,11 +136,6 @@ def configurations(
     alone = (eligible["compensation"] == PruningConfig.compensation) & (eligible["recovery"] == PruningConfig.recovery)
     eligible["draw_share"] = (1 / eligible["draws"]).mask(eligible["method"].isin(seedless) & alone, 0.0)
     return best_first(eligible), several
-
-
-def _name(row: pd.Series) -> str:
-    """Return the name of the configuration, without the draw."""
-    return row["name"] if pd.isna(row[SEED]) else without_draw(row).name
 
 
 def mean_of_draws(values: pd.Series) -> float:

@@ -466,8 +466,10 @@ def _untrained(model: Model, models: Iterable[ModelFindings]) -> ModelFindings |
     alike = [
         one for one in models if not one.model.trained and (one.model.kin, one.model.ratio) == (model.kin, model.ratio)
     ]
-    tried = {without_draw(row).untrained() for _, row in model.rows.iterrows()}
-    shared = [len(tried & {without_draw(row).canonical() for _, row in one.eligible.iterrows()}) for one in alike]
+    tried = {without_draw(config).untrained() for config in model.rows["configuration"]}
+    shared = [
+        len(tried & {without_draw(config).canonical() for config in one.eligible["configuration"]}) for one in alike
+    ]
     return alike[shared.index(max(shared))] if alike else None
 
 
