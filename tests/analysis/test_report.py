@@ -12,7 +12,7 @@ from tests.findings import published_findings, simulated_findings
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.messages import LANGUAGES
 from tune_prune.analysis.render.report import report
-from tune_prune.analysis.render.text import COLUMNS, aligned, fold, width
+from tune_prune.analysis.render.text import COLUMNS, fold, text_columns, width
 from tune_prune.analysis.statistics.findings import Findings, find
 
 NUMBER = re.compile(r"(?<![A-Za-z0-9_.])-?\d*\.?\d+(?![A-Za-z0-9_])")
@@ -57,7 +57,7 @@ def test_no_line_is_wider_than_the_page(published: Findings, two_models: Finding
 
 def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
     rows = [["taylor", "7", ".5412"], ["逐层", "45", ".5323"]]
-    assert aligned(["方法", "n", "准确率"], rows, "lrr") == (
+    assert text_columns(["方法", "n", "准确率"], rows, "lrr") == (
         "  方法     n  准确率\n"  #
         "  ------  --  ------\n"
         "  taylor   7   .5412\n"
@@ -66,11 +66,11 @@ def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
 
 
 def test_a_table_too_wide_goes_on_below() -> None:
-    text = aligned(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], "lrrr", columns=32)
+    text = text_columns(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], "lrrr", columns=32)
     assert [line.split() for line in text.splitlines() if line and "-" not in line] == (
         [["model", "a", "b"], ["m1", "1" * 10, "2" * 10], ["model", "c"], ["m1", "3" * 10]]
     )
-    assert max(map(width, aligned(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]], "lr").splitlines())) == COLUMNS
+    assert max(map(width, text_columns(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]], "lr").splitlines())) == COLUMNS
 
 
 def test_folded_text_is_whole_and_breaks_where_it_may() -> None:

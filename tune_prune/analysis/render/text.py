@@ -47,7 +47,7 @@ def fold(line: str, columns: int = COLUMNS) -> str:
 
 
 def text_table(table: Table, language: str = "en") -> str:
-    """The table as `aligned` does it, without title and notes: numbers flush right, `*` behind the best and its ties."""
+    """The table as `text_columns` does it, without title and notes: numbers flush right, `*` behind the best and its ties."""
     shown = table.shown
     rows = [[cell_text(column, row, language) for column in shown] for row in table.rows]
     for index, column in enumerate(shown):
@@ -55,10 +55,10 @@ def text_table(table: Table, language: str = "en") -> str:
         for cells, row, count in zip(rows, table.rows, marks, strict=True):  # digits stay below each other
             cells[index] += "*" * column.is_best(row) + " " * (max(marks) - count)
     align = "".join("r" if column.format else "l" for column in shown)
-    return aligned([label(column.label, language) for column in shown], rows, align)
+    return text_columns([label(column.label, language) for column in shown], rows, align)
 
 
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, columns: int = COLUMNS) -> str:
+def text_columns(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, columns: int = COLUMNS) -> str:
     """Aligned columns below a header and a rule, each line ended by a newline.
 
     `align` has an l or r per column. A table too wide is continued below with its first column repeated, or as many as tell its

@@ -37,7 +37,7 @@ _ROUNDING = 1e-12  # of a variance: what is left of one that is 0
 _TIE = 1e-5  # standard errors: statistics of few items take few values, which single precision splits
 
 
-Rows = slice | np.ndarray  # positions
+Positions = slice | np.ndarray  # of rows
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PairedScores:
         """Return the variance of the acc_mean of each column: the diagonal of `covariance`."""
         return self._summed(lambda scores: np.square(scores).sum(axis=0) - np.square(scores.sum(axis=0)) / len(scores))
 
-    def covariance(self, columns: Rows = slice(None)) -> np.ndarray:
+    def covariance(self, columns: Positions = slice(None)) -> np.ndarray:
         """Return the covariance of the acc_mean of these columns with that of all: sum_t cov_t / n_t / T^2 with the n_t - 1
         covariance."""
 
@@ -135,11 +135,11 @@ class Comparison:
         errors = self.errors[:, row] - (0.0 if other is None else self.errors[:, other])
         return float(np.quantile(np.abs(errors), 0.95))
 
-    def covariance(self, rows: Rows = slice(None)) -> np.ndarray:
+    def covariance(self, rows: Positions = slice(None)) -> np.ndarray:
         """[rows, K] of the acc_mean; NaN where unknown."""
         return _covariance(self.variances, self.outcomes, rows)
 
-    def stderr(self, rows: Rows = slice(None)) -> np.ndarray:
+    def stderr(self, rows: Positions = slice(None)) -> np.ndarray:
         """[rows, K] of the difference of two acc_mean, as `p_value` goes by it; 0 where both answered alike, NaN where unknown."""
         errors = _stderr(self.variances, self.outcomes, rows)
         if self.few.any():
@@ -162,7 +162,7 @@ def _blocks(count: int) -> Iterator[slice]:
     return (slice(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS))
 
 
-def _covariance(variances: np.ndarray, outcomes: PairedScores | None, rows: Rows) -> np.ndarray:
+def _covariance(variances: np.ndarray, outcomes: PairedScores | None, rows: Positions) -> np.ndarray:
     positions = np.arange(len(variances))[rows]
     covariance = np.zeros((len(positions), len(variances)))
     if outcomes is not None:
@@ -174,7 +174,7 @@ def _covariance(variances: np.ndarray, outcomes: PairedScores | None, rows: Rows
     return covariance
 
 
-def _stderr(variances: np.ndarray, outcomes: PairedScores | None, rows: Rows) -> np.ndarray:
+def _stderr(variances: np.ndarray, outcomes: PairedScores | None, rows: Positions) -> np.ndarray:
     both = variances[rows][:, None] + variances
     variance = both - 2 * _covariance(variances, outcomes, rows)
     variance[variance < _ROUNDING * both] = 0.0

@@ -248,7 +248,7 @@ def _tried(row: Mapping[str, Any]) -> PruningConfig:
 # on held-out samples of its own text.
 KINDS = {"compensation": ("refit", "refit_error"), "recovery": ("training", "recovery_error")}
 LEVEL = 0.05
-MEASURES = (*TEXTS, GOLD)
+JUDGED = (*TEXTS, GOLD)
 _OF_RUN = -1  # a draw whose seed is that of the run
 
 
@@ -275,18 +275,18 @@ class Change:
     draws: int
     gain: float  # in acc_mean, percentage points
     gain_stderr: float
-    shifts: Mapping[str, Shift]  # by measure: of MEASURES those that all its trials have
+    shifts: Mapping[str, Shift]  # by measure: of JUDGED those that all its trials have
     own_text: float  # what is left of the error on held-out samples of its own text; NaN where it is not recorded
     worse: tuple[str, ...] = ()
 
 
-Rows = tuple[
+WithDraws = tuple[
     pd.DataFrame, Mapping[int, pd.DataFrame]
 ]  # eligible configurations; of several draws, their trials, by index
 
 
 def changes(
-    changed: Rows, untrained: Rows, dense_gold: float = math.nan, gold: Items = gold_logprobs
+    changed: WithDraws, untrained: WithDraws, dense_gold: float = math.nan, gold: Items = gold_logprobs
 ) -> tuple[Change, ...]:
     """Return the changes of the configurations in `own` with a refit and no training, or with a training, beside the same ones
     without it in `untrained`, which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD
@@ -303,12 +303,10 @@ def judged(all_changes: Sequence[Change]) -> tuple[Change, ...]:
         if p * (len(tests) - rank) > LEVEL:
             break
         worse.setdefault(index, []).append(name)
-    return tuple(
-        replace(c, worse=tuple(n for n in MEASURES if n in worse.get(i, ()))) for i, c in enumerate(all_changes)
-    )
+    return tuple(replace(c, worse=tuple(n for n in JUDGED if n in worse.get(i, ()))) for i, c in enumerate(all_changes))
 
 
-def _pairs(changed: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterator[Change]:
+def _pairs(changed: WithDraws, untrained: WithDraws, dense_gold: float, gold: Items) -> Iterator[Change]:
     without = {without_draw(config): place for place, config in untrained[0]["configuration"][::-1].items()}
     for place, row in changed[0].iterrows():
         config = without_draw(row["configuration"])
@@ -326,7 +324,7 @@ def _pairs(changed: Rows, untrained: Rows, dense_gold: float, gold: Items) -> It
         if len(both):
             kind, metric = KINDS[switch]
             before, after = first.loc[both], second.loc[both]
-            shifts = {name: shift for name in MEASURES if (shift := _shift(before, after, name, gold)) is not None}
+            shifts = {name: shift for name in JUDGED if (shift := _shift(before, after, name, gold)) is not None}
             if GOLD in shifts and shifts[GOLD].after >= dense_gold:  # nearer to the dense model, not worse
                 shifts[GOLD] = replace(shifts[GOLD], p=1.0)
             own_text = float(after[metric].mean()) if metric in after else math.nan

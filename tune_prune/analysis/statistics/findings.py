@@ -37,7 +37,7 @@ from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import (
-    MEASURES,
+    JUDGED,
     Change,
     Difference,
     Transfer,
@@ -346,7 +346,7 @@ class ModelFindings:
             yield Message(
                 "tasks_at_chance", {"names": self.uninformative, "step": self._other_choice("kl", "perplexity")}
             )
-        for measure in MEASURES:
+        for measure in JUDGED:
             if names := [change.after["name"] for change in self.changes if measure in change.worse]:
                 yield Message(f"worse_{measure}", {"names": names})
         if "items_in_calibration" in eligible and (seen := eligible["items_in_calibration"].max()) > 0:

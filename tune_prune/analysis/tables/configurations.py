@@ -59,7 +59,7 @@ INFORMATIVE = Column(
     hint="accuracy without the tasks on which the original only guesses",
 )
 _PREDICTIONS = "distance from the original's predictions on"  # nats per token
-MEASURES = tuple(
+MEASURE_COLUMNS = tuple(
     Column(name, label, "nats", f"{name}_stderr", detail=True, hint=hint)
     for name, label, hint in (
         (
@@ -113,7 +113,11 @@ def best_configurations(findings: Findings) -> Table:
     columns = [
         *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), DRAWS, ACCURACY),
         Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr", threshold="_threshold_mean"),
-        *(replace(INFORMATIVE, style="wide"), PERPLEXITY, *(replace(column, style="wide") for column in MEASURES)),
+        *(
+            replace(INFORMATIVE, style="wide"),
+            PERPLEXITY,
+            *(replace(column, style="wide") for column in MEASURE_COLUMNS),
+        ),
         DENSE_ACCURACY,
         Column("dense_ppl", "Original's perplexity", "ppl"),
         RETAINED,
@@ -274,7 +278,7 @@ def configuration(result: ModelFindings, row: Any) -> dict[str, Any]:
     """Return what every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
     own = {"model": result.model.label, **{name: row[name] for name in names}, "tied": row["name"] in result.marked}
-    own |= {name: row.get(name) for column in MEASURES for name in (column.key, column.stderr)}
+    own |= {name: row.get(name) for column in MEASURE_COLUMNS for name in (column.key, column.stderr)}
     return own | unread(result, row) | informative(result, row) | draws_of(result, row) | limits(result)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
-from tune_prune.analysis.statistics.differences import MEASURES
+from tune_prune.analysis.statistics.differences import JUDGED
 from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
 from tune_prune.analysis.statistics.effects import methods_reading
 from tune_prune.analysis.statistics.findings import Findings
@@ -37,7 +37,7 @@ _ON_SCREEN = (
     "items_in_calibration",
     "items_after_eos",
     "one_draw_leads",
-    *(f"worse_{name}" for name in MEASURES),
+    *(f"worse_{name}" for name in JUDGED),
 )  # ends of kinds of warnings
 
 

@@ -22,7 +22,7 @@ from tune_prune.analysis.tables.configurations import (
     DRAWS,
     INFORMATIVE,
     MARKED_ACCURACY,
-    MEASURES,
+    MEASURE_COLUMNS,
     MODEL,
     PERPLEXITY,
     TOKENS,
@@ -109,7 +109,7 @@ def trials(findings: Findings) -> Table:
         *(DRAWS, MARKED_ACCURACY),
         Column("difference_points", "Gap", "points", "difference_stderr_points", hint=_GAP),
         Column("p_value", "p", "p", hint=_P_VALUE),
-        *(INFORMATIVE, PERPLEXITY, *MEASURES),
+        *(INFORMATIVE, PERPLEXITY, *MEASURE_COLUMNS),
         *(accuracy_column(task, task, detail=True, style="task") for task in tasks),
         Column("removed_fraction", "Removed", "percent", hint="share of all parameters that was removed", style="more"),
         *(Column("elapsed_time", "Time", "duration", style="more"), Column("reason", "Reason", wrap=True), TOKENS),
@@ -301,9 +301,9 @@ def measures(findings: Findings) -> Table | None:
         rows += [configuration(result, row) | gaps.loc[index].to_dict() for index, row in result.eligible.iterrows()]
     gap_columns = (
         Column(f"{column.key}_gap", label, "nats", f"{column.key}_gap_stderr", hint="to the best of this measure")
-        for column, label in zip(MEASURES, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
+        for column, label in zip(MEASURE_COLUMNS, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
     )
-    pairs = [part for pair in zip(MEASURES, gap_columns, strict=True) for part in pair]
+    pairs = [part for pair in zip(MEASURE_COLUMNS, gap_columns, strict=True) for part in pair]
     columns = [MODEL, replace(CONFIGURATION, detail=False), *pairs, ACCURACY, INFORMATIVE, PERPLEXITY]
     notes = [Message("note_measures")]
     if any(not missing(row["acc_informative"]) for row in rows):
