@@ -16,10 +16,10 @@ import pytest
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.input.items import sizes_of
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.configurations import transfer
+from tune_prune.core.config import TASK_ITEMS
 from tune_prune.core.store import EXPERIMENT
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"

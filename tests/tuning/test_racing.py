@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from tune_prune.analysis.input.rows import TASK_ITEMS
+from tune_prune.core.config import TASK_ITEMS
 from tune_prune.evaluation.slices import even_slices
 from tune_prune.tuning.stopping import Race
 

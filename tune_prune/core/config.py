@@ -27,6 +27,16 @@ ZERO_SHOT_METRIC = {
     "openbookqa": "acc_norm",
 }
 ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
+# Items of each task's evaluation split, as lm-eval 0.4 scores them: what published accuracies are fractions of.
+TASK_ITEMS = {
+    "boolq": 3270,
+    "piqa": 1838,
+    "hellaswag": 10042,
+    "winogrande": 1267,
+    "arc_easy": 2376,
+    "arc_challenge": 1172,
+    "openbookqa": 500,
+}
 
 EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral")  # which tune_prune/embedded has
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one

@@ -13,9 +13,8 @@ import pandas as pd
 import pyarrow
 import pyarrow.parquet
 
-from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.input.study import Model
-from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.config import TASK_ITEMS, ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import number, parse_json
 from tune_prune.core.ledger import trial_file

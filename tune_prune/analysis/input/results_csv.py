@@ -18,13 +18,12 @@ from tune_prune.analysis.input.rows import (
     CALIBRATION,
     COLUMNS,
     INTEGERS,
-    TASK_ITEMS,
     TEXTS,
     from_cell,
     typed,
 )
 from tune_prune.analysis.input.study import Model, Problem, tasks_of
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
+from tune_prune.core.config import TASK_ITEMS, ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import is_too_long, utf8_text
 from tune_prune.core.hyperparameters import OLDER_NAMES
@@ -56,7 +55,7 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     pruning_ratio: what was asked is that to two decimals, and the same for rows that fall short of it by less than 0.02.
     A row whose method is dense, unpruned or baseline is the model before pruning.
 
-    Where there are no standard errors they are the binomial ones, sqrt(p (1 - p) / n) with the n of `rows.TASK_ITEMS`;
+    Where there are no standard errors they are the binomial ones, sqrt(p (1 - p) / n) with the n of `core.config.TASK_ITEMS`;
     that of acc_mean is the root of the sum of their squares, over the number of tasks.
 
     UserError, with line and column where there is one, if the file is no results file or a value cannot be.

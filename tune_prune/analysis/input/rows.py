@@ -25,17 +25,6 @@ CONTROL = "random"  # the method that prunes by chance: no part of what is said 
 
 CALIBRATION = ("seq_len", "num_samples")  # what a gradient pass is made with; it serves every method
 
-# Items of each task's evaluation split, as lm-eval 0.4 scores them: what published accuracies are fractions of.
-TASK_ITEMS = {
-    "boolq": 3270,
-    "piqa": 1838,
-    "hellaswag": 10042,
-    "winogrande": 1267,
-    "arc_easy": 2376,
-    "arc_challenge": 1172,
-    "openbookqa": 500,
-}
-
 # The columns of the published results files, in their documented order (some by a newer name: OLDER_NAMES); ours follow.
 PUBLISHED_COLUMNS = (
     *("model", "method", "seq_len", "num_samples", "output_dir", "ppl", *ACCURACIES),

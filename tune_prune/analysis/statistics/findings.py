@@ -31,7 +31,7 @@ from tune_prune.analysis.input.items import (
     with_gold_logprobs,
     with_wilson_errors,
 )
-from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, TASK_ITEMS, plain_value, ranked, without_draw
+from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, plain_value, ranked, without_draw
 from tune_prune.analysis.input.study import Message, Model, Study, measured_apart
 from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
@@ -60,6 +60,7 @@ from tune_prune.analysis.statistics.effects import (
 )
 from tune_prune.analysis.statistics.fidelities import Fidelity, fidelities
 from tune_prune.analysis.statistics.rules import NEEDS, RULES, WITHIN, none_within
+from tune_prune.core.config import TASK_ITEMS
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
