@@ -72,9 +72,10 @@ def _escaped(character: str) -> str:
     return _COMMANDS.get(character, character if printable else f"{{[}}U+{ord(character):04X}]")
 
 
-# Size commands, largest first, with the characters that a line of 17 cm has room for.
-_SIZES = ((r"\small", 96), (r"\footnotesize", 105), (r"\scriptsize", 112), (r"\tiny", 132))
-_BETWEEN = 2  # characters between two columns
+# Size commands, largest first, with the digits that a line of 17 cm has room for.
+_SIZES = ((r"\small", 102), (r"\footnotesize", 111), (r"\scriptsize", 119), (r"\tiny", 139))
+_BETWEEN = 2  # digits between two columns
+_NARROW, _WIDE = re.compile(r"[fijlt.,:;'|()\[\] -]"), re.compile("[mwMW%@±]")
 _WRAPPED = 28  # characters of a line of a text of many words
 _HEAD = 12  # characters of a line of a head, where its words are no longer
 _PART = 14  # characters of what cannot be broken
@@ -126,7 +127,7 @@ def _widths(table: Table, columns: Sequence[Column], long: bool) -> tuple[str, d
     widths: dict[str, float] = {}
     for column in columns:
         texts = [one_line(cell_text(column, row)) for row in table.rows]
-        natural[column.key] = max(map(len, [*_head_lines(column), *texts]))
+        natural[column.key] = max(map(_width, [*_head_lines(column), *texts]))
         if column.wrap and natural[column.key] > _WRAPPED:
             natural[column.key] = widths[column.key] = _WRAPPED
     needed = sum(natural.values()) + _BETWEEN * (len(columns) - 1)
@@ -137,6 +138,11 @@ def _widths(table: Table, columns: Sequence[Column], long: bool) -> tuple[str, d
         shares = {key: max(_HEAD, width * left / sum(of_texts.values())) for key, width in of_texts.items()}
         widths |= {key: share for key, share in shares.items() if share < of_texts[key]}
     return size, widths
+
+
+def _width(text: str) -> float:
+    """Return about how many digits of Computer Modern are as wide as a text."""
+    return len(text) - 0.4 * len(_NARROW.findall(text)) + 0.6 * len(_WIDE.findall(text))
 
 
 def _align(column: Column, width: float | None) -> str:
