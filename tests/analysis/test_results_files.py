@@ -15,7 +15,7 @@ from tests.small_experiments import FOLDER, HEADER, ROW, csv, record, said, writ
 from tune_prune.analysis.input import rows as columns
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.results_csv import read_results_csv
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import TASK_ITEMS, ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 
 SHORT = "method,seq_len,num_samples"
@@ -30,13 +30,13 @@ def test_the_published_grid(tmp_path: Path) -> None:
         other = read_study(folders, csvs)
         pd.testing.assert_frame_equal(other.models["Llama"].rows, model.rows)
     assert (len(model.rows), model.ratio, model.kind, model.source) == (45, 0.2, "published", None)
-    assert list(model.rows.columns) == [*columns.COLUMNS, "name"]
+    assert list(model.rows.columns) == [*columns.COLUMNS, "configuration", "name"]
     assert model.rows["method"].value_counts().to_dict() == {"taylor": 15, "layerwise": 15, "blockwise": 15}
     best = columns.ranked(model.rows).iloc[0]
     assert (best["name"], round(best["acc_mean"], 4), round(best["ppl"], 2)) == ("blockwise-s64-n128", 0.5980, 13.17)
     assert best["acc_boolq"] * 3270 == pytest.approx(2395)  # so its error is that of 2395 in 3270
     assert best["acc_boolq_stderr"] == pytest.approx(math.sqrt(2395 * 875 / 3270**3))
-    squares = [best[f"acc_{task}"] * (1 - best[f"acc_{task}"]) / n for task, n in columns.TASK_ITEMS.items()]
+    squares = [best[f"acc_{task}"] * (1 - best[f"acc_{task}"]) / n for task, n in TASK_ITEMS.items()]
     assert best["acc_mean_stderr"] == pytest.approx(math.sqrt(sum(squares)) / 7)
     assert {p.kind for p in model.problems} == {"missing", "not_finite"}
     infinite = [problem for problem in model.problems if problem.kind == "not_finite"]
