@@ -124,7 +124,7 @@ class Bench:
             if plan.way.pruned_whole or plan.way.states == "file":
                 continue
             way = replace(plan.way, weights=weights if plan.way.from_files else None, device=device)
-            name = str(plan.way).replace(", states in host memory", ", host")
+            name = f"{plan.way}{', host' * (plan.way.states == 'host')}"
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -133,9 +133,9 @@ class Bench:
             measured[f"{name} planned_bytes"] = plan.largest.total
             if device.type == "cuda":
                 measured[f"{name} bytes"] = torch.cuda.max_memory_allocated() - before
-            if way.states == "device" and not way.gradients_by_layer:
+            if not way.gradients_by_layer:
                 measured[f"{name} perplexity s"] = self.seconds(
-                    partial(perplexity, self.model, text, length, residency=way)
+                    partial(perplexity, self.model, text, length, residency=way.forward_only)
                 )
         return measured
 

@@ -38,7 +38,7 @@ from tune_prune.commands import search
 from tune_prune.data import calibration
 from tune_prune.models.families import FAMILIES
 from tune_prune.tuning import cost, memory, plan_cost
-from tune_prune.tuning.cost import DeviceSpeed, SpeedRequest
+from tune_prune.tuning.cost import Speed, SpeedRequest
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -199,8 +199,8 @@ def speeds_measured_once() -> Iterator[None]:
     """Plans of the same model in one test process share a measurement of this machine's speed, which takes a second."""
     measured: dict[str, Any] = {}
 
-    def measure(request: SpeedRequest) -> DeviceSpeed:
-        key = repr((request.config.to_dict(), request.dtype, request.device, request.threads, request.longest_row))
+    def measure(request: SpeedRequest) -> Speed:
+        key = repr((request.config.to_dict(), request.dtype, request.device, request.threads))
         if key not in measured:
             measured[key] = cost.measure(request)
         return measured[key]

@@ -37,53 +37,32 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "taylor": ("taylor", (10,)),
     "copies": ("taylor", (5, 10)),
     "taylor by layer": ("taylor", (10,)),
-    "copies by layer": ("taylor", (5, 10)),
     "fisher": ("fisher", (4,)),
-    "fisher by layer": ("fisher", (4,)),
     "gate_fisher": ("gate_fisher", (10,)),
     "gate_fisher by layer": ("gate_fisher", (10,)),
-    "gate_fisher streamed": ("gate_fisher", (10,)),
     "kfac": ("kfac", (10,)),
     "kfac by layer": ("kfac", (10,)),
-    "kfac, wide": ("kfac", (1,)),
-    "kfac, wide by layer": ("kfac", (1,)),
-    "kfac streamed": ("kfac", (10,)),
     "removal": ("block_removal", (6,)),
     "input_norms": ("input_norms", (10,)),
-    "block_influence": ("block_influence", (10,)),
     "evaluation": ("", ()),
-    "evaluation halved": ("", ()),
     "taylor streamed": ("taylor", (10,)),
     "removal streamed": ("block_removal", (12,)),
-    "input_norms streamed": ("input_norms", (10,)),
-    "block_influence streamed": ("block_influence", (10,)),
     "evaluation streamed": ("", ()),
     "refit": ("", ()),
     "refit streamed": ("", ()),
-    "refit bfloat16": ("", ()),
     "recovery": ("", ()),
     "recovery by layer": ("", ()),
     "recovery streamed": ("", ()),
-    "recovery bfloat16": ("", ()),
     "steps": ("taylor", (10,)),
-    "steps by layer": ("taylor", (10,)),
-    "steps streamed": ("taylor", (10,)),
     "steps of norms": ("input_norms", (10,)),
     "kl": ("", ()),
     "kl streamed": ("", ()),
     "zero_shot": ("", ()),
     "zero_shot streamed": ("", ()),
     "taylor of Qwen3": ("taylor", (10,)),
-    "gate_fisher of Qwen3": ("gate_fisher", (10,)),
-    "input_norms of Qwen3": ("input_norms", (10,)),
-    "evaluation of Qwen3": ("", ()),
     "evaluation of Granite": ("", ()),
     "taylor bfloat16": ("taylor", (10,)),
-    "kfac bfloat16": ("kfac", (10,)),
-    "removal bfloat16": ("block_removal", (6,)),
     "evaluation bfloat16": ("", ()),
-    "kl bfloat16": ("", ()),
-    "zero_shot bfloat16": ("", ()),
 }
 
 
@@ -97,13 +76,12 @@ def build(name: str) -> Stage:
     """A model of four layers, Llama if not said otherwise, with what the plan says of it and the stage `name`, already run once on
     few tokens, so that what torch itself takes at its first use is there."""
     statistic, numbers = STAGES[name]
-    wide = "wide" in name  # where solving takes more than a batch
-    vocab = 500 if wide else 2000 if name.startswith("copies") else 8000
+    vocab = 2000 if name.startswith("copies") else 8000
     families = {"Qwen3": Qwen3Config, "Granite": GraniteConfig}
     config = families.get(name.rpartition(" ")[2], LlamaConfig)(
         vocab_size=vocab,
         hidden_size=384,
-        intermediate_size=3000 if wide else 1024,
+        intermediate_size=1024,
         num_hidden_layers=4,
         num_attention_heads=6,
         num_key_value_heads=3,
@@ -121,8 +99,6 @@ def build(name: str) -> Stage:
         mapped = way.weights
         # Read, as from a file, whenever it is asked for, into memory that the library does not own.
         way = replace(way, weights=LazyWeights(mapped, lambda name: torch.from_numpy(mapped[name].clone().numpy())))
-    elif name.endswith("halved"):
-        way = replace(RESIDENT, halvings=1)
     family = family_of(config.model_type)
     shapes = Shapes(read_geometry(model, family), config, dtype.itemsize, "cpu")
     windows = torch.randint(vocab, (20, 256))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
@@ -13,7 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.conftest import VARIANTS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
-# Every variant in the type of CPUs, and in the others the two that have most in them: biases, windows.
+# What passes over layers depends on little of a family: the two variants that have most in them, biases and windows.
+FEW = [("llama-biases", torch.bfloat16), ("qwen2-sliding", torch.float32)]
+# Every variant in the type of CPUs, and in the others these two.
 CASES = [(variant, torch.float32) for variant in VARIANTS]
 CASES += [
     (variant, dtype) for variant in ("llama-biases", "qwen2-sliding") for dtype in (torch.float64, torch.bfloat16)
@@ -21,8 +22,8 @@ CASES += [
 WAYS = ("resident", "by layer", "streamed", "streamed in blocks", "spilled")
 
 
-def in_way(model: PreTrainedModel, way: str, folder: Path | None = None) -> tuple[PreTrainedModel, Residency]:
-    """The model as a pass gets it, and where its weights and hidden states are; `folder` is for the file of spilled ones."""
+def in_way(model: PreTrainedModel, way: str) -> tuple[PreTrainedModel, Residency]:
+    """The model as a pass gets it, and where its weights and hidden states are."""
     if way == "resident":
         return model, RESIDENT
     if way == "by layer":
@@ -32,7 +33,7 @@ def in_way(model: PreTrainedModel, way: str, folder: Path | None = None) -> tupl
     empty.tie_weights()
     residency = Residency(dict(model.state_dict()), model.device)
     if way == "spilled":
-        residency = replace(residency, states="file", spill_folder=folder)
+        residency = replace(residency, states="file")
     if way == "streamed in blocks":
         residency = replace(residency, block_tokens=40)
     return empty.eval().requires_grad_(False), residency

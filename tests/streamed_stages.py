@@ -94,7 +94,7 @@ def growth(num_layers: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", num_layers)
-        residency = Residency(states="file", spill_folder=folder)
+        residency = Residency(states="file")
         dense = map_model(resolve(str(folder / "model")), torch.float32, "cpu", residency)
         taylor(
             dense.model, dense.family, torch.zeros((1, 2), dtype=torch.long), [1], dense.residency

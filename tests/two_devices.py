@@ -44,8 +44,8 @@ GENERATOR = np.random.default_rng(0)
 WINDOWS = torch.from_numpy(GENERATOR.integers(64, size=(6, 11)))
 RESIDENT = Residency(gpus=2)
 WAYS = {"whole": RESIDENT} | {
-    f"by layer, states on the {place}": Residency(gradients_by_layer=True, states=place, gpus=2)
-    for place in ("device", "host", "file")
+    f"by layer, states in the {place}": Residency(gradients_by_layer=True, states=place, gpus=2)
+    for place in ("host", "file")
 }
 
 

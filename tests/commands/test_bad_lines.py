@@ -114,7 +114,7 @@ search TINY --gpu 0x4090 : 0 GPUs of a machine; it can be from 1 to 16
 search TINY --gpu 17xh100 : 17 GPUs of a machine; it can be from 1 to 16
 search TINY --gpu h100 --gpus-per-trial 0 : --gpus-per-trial 0 runs trials on CPUs ; leave one of them out
 search TINY --gpu h100 --gpus-per-trial 2 : is 2, but --gpu is 1 x H100 (79.1 GiB) ; e.g. --gpu 2x4090 for two
-search TINY --gpu 4090 --memory 100MiB : in its leanest way ; use --memory 6 ; or more, or a smaller model
+search TINY --gpu 4090 --memory 100MiB : in its leanest way ; use --memory ; or more, or a smaller model
 search TINY --gpu 512MiB --dtype bfloat16 : smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model
 search TINY --gpu 512MiB : larger --gpu, use --dtype bfloat16, or choose a smaller model
 search TINY --gpu h100 --address auto : --address for a cluster ; leave one of them out

@@ -14,7 +14,7 @@ import tune_prune.evaluation.divergence as of_tokens
 from tests.models.test_head import scaled
 from tests.pruning.test_surgery import KEEP_SETS, plan_of
 from tests.quiz import byte_tokenizer, quiz_items, write_quiz
-from tests.residencies import CASES, WAYS, in_way
+from tests.residencies import FEW, WAYS, in_way
 from tests.trials import BLOCKWISE, open_context
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.evaluation.divergence import TEXT_TOKENS, Divergence, compared_tokens, head_inputs, token_divergences
@@ -75,12 +75,12 @@ def test_pruning_leaves_what_stands_behind_the_layers(variant, tiny):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), FEW)
 def test_every_way_has_the_same_bits(tiny, name, dtype, way, tmp_path):
     """Of both models: the one whose states are kept, and the one that is compared with it."""
     dense = tiny(name, dtype)
     of_small = head_inputs(pruned(dense), samples())
-    empty, residency = in_way(dense, way, tmp_path)
+    empty, residency = in_way(dense, way)
     assert torch.equal(head_inputs(empty, samples(), residency), head_inputs(dense, samples()))
     found = token_divergences(empty, samples(), of_small, residency)
     np.testing.assert_array_equal(found, token_divergences(dense, samples(), of_small))

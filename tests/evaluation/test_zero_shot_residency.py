@@ -12,7 +12,7 @@ import torch
 
 from tests.evaluation.test_scored_positions import long_items
 from tests.evaluation.test_shared_prefix import assorted_items
-from tests.residencies import CASES, Counted, in_way
+from tests.residencies import FEW, Counted, in_way
 from tune_prune.evaluation.engine.prefix_trees import (
     count_tokens,
     plan_rows,
@@ -41,7 +41,7 @@ def assert_same_bits(found: RequestScores, expected: RequestScores) -> None:
     np.testing.assert_array_equal(found.greedy, expected.greedy)
 
 
-@pytest.mark.parametrize(("variant", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("variant", "dtype"), FEW, ids=str)
 def test_scores_have_the_bits_of_the_whole_model(tiny, variant, dtype):
     model = tiny(variant, dtype, max_position_embeddings=LONGEST)
     empty, residency = in_way(model, "streamed")
@@ -54,13 +54,13 @@ def test_scores_have_the_bits_of_the_whole_model(tiny, variant, dtype):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", ["qwen2-sliding", "llama-tied"])
-def test_hidden_states_in_a_file_and_the_head_in_parts(tiny, case, attention, tmp_path, monkeypatch):
+def test_hidden_states_in_a_file_and_the_head_in_parts(tiny, case, attention, monkeypatch):
     model = tiny(case, torch.float32, max_position_embeddings=LONGEST, attn_implementation=attention)
     module = "tune_prune.evaluation.engine.rows"
     monkeypatch.setattr(f"{module}._HEAD_IN_PARTS", {"cpu"})
     monkeypatch.setattr(f"{module}._SOFTMAX_ELEMENTS", {"cpu": 7 * model.config.vocab_size})
     expected = score_items(model, items())
-    empty, residency = in_way(model, "spilled", tmp_path)
+    empty, residency = in_way(model, "spilled")
     assert_same_bits(score_items(empty, items(), residency=residency), expected)
 
 

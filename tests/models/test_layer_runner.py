@@ -6,12 +6,13 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import build_tiny
-from tests.residencies import CASES, WAYS, Counted, in_way
+from tests.residencies import CASES, FEW, WAYS, Counted, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.head import NextTokenLosses
@@ -36,13 +37,15 @@ def runner_of(model, residency: Residency) -> LayerRunner:
     return LayerRunner(model, FAMILIES[model.config.model_type], residency)
 
 
-@pytest.mark.parametrize(("variant", "dtype"), CASES)
-@pytest.mark.parametrize("way", WAYS)
-def test_losses_are_those_of_the_whole_model(tiny, variant, way, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "dtype", "way"),
+    [(*case, "streamed") for case in CASES] + [(*FEW[0], way) for way in WAYS if way != "streamed"],
+)
+def test_losses_are_those_of_the_whole_model(tiny, variant, dtype, way):
     model = tiny(variant, dtype)
     whole = NextTokenLosses(model)
     expected = {name: whole(samples) for name, samples in batches().items()}
-    runner = runner_of(*in_way(model, way, tmp_path))
+    runner = runner_of(*in_way(model, way))
     sizes = []
     with torch.inference_mode():
         for block in runner.blocks(batches()):
@@ -109,8 +112,15 @@ def test_a_runner_that_nobody_has_is_gone_with_its_model(way):
         gc.enable()
 
 
-def test_a_file_of_hidden_states_has_no_name_and_uses_its_room_again(tmp_path):
-    states = SpilledStates(torch.device("cpu"), tmp_path)
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The folder for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_file_of_hidden_states_has_no_name_and_uses_its_room_again(temporary):
+    states = SpilledStates(torch.device("cpu"))
     values = {name: torch.randn(3, 5, 7, dtype=dtype) for name, dtype in zip("abc", DTYPES, strict=True)}
     for _ in range(3):
         for name, value in values.items():
@@ -118,7 +128,7 @@ def test_a_file_of_hidden_states_has_no_name_and_uses_its_room_again(tmp_path):
     for name, value in values.items():
         assert torch.equal(states[name], value) and states[name].dtype == value.dtype
     assert states._end == sum(value.nbytes for value in values.values())
-    assert list(tmp_path.iterdir()) == [] and set(states) == set(values)
+    assert list(temporary.iterdir()) == [] and set(states) == set(values)
     states["d"] = states.pop("a") + 1
     assert torch.equal(states["d"], values["a"] + 1) and len(states) == 3
     assert states._end == sum(value.nbytes for value in values.values())
@@ -127,21 +137,21 @@ def test_a_file_of_hidden_states_has_no_name_and_uses_its_room_again(tmp_path):
 
 
 def test_no_room_for_hidden_states_is_a_sentence(tiny, tmp_path, monkeypatch):
-    empty, residency = in_way(tiny("llama"), "spilled", tmp_path / "gone")
+    runner = runner_of(*in_way(tiny("llama"), "spilled"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(
         UserError, match=r"gone cannot be made \(No such file or directory\); make room there, or set TMPDIR"
     ):
-        runner_of(empty, residency).forward(batches())
+        runner.forward(batches())
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
-    empty, residency = in_way(tiny("llama"), "spilled", tmp_path)
     with pytest.raises(UserError, match=r"cannot grow to 0\.00 GB \(No space left on device\); make room there, or"):
-        runner_of(empty, residency).forward(batches())
+        runner.forward(batches())
 
 
-def test_hidden_states_that_are_lost_are_a_sentence(tmp_path):
-    states = SpilledStates(torch.device("cpu"), tmp_path)
+def test_hidden_states_that_are_lost_are_a_sentence(temporary):
+    states = SpilledStates(torch.device("cpu"))
     states["a"], states["b"] = torch.randn(2, 3), torch.randn(2, 3)
     states._file.truncate(40)
     assert states["a"].shape == (2, 3)
-    with pytest.raises(UserError, match=rf"in {tmp_path} cannot be read \(it has been cut\); make room"):
+    with pytest.raises(UserError, match=rf"in {temporary} cannot be read \(it has been cut\); make room"):
         states["b"]

@@ -17,9 +17,7 @@ from tune_prune.core import machine
 from tune_prune.core.machine import Memory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES
-from tune_prune.models.runner import out_of_memory
 from tune_prune.models.runner.out_of_memory import (
-    SIGNS,
     OutOfMemory,
     Shortage,
     attempt,
@@ -55,12 +53,6 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_errors_that_say_so(error):
     assert is_out_of_memory(error)
-
-
-@pytest.mark.parametrize("sign", SIGNS)
-def test_every_sign_is_one_that_an_error_needs(sign, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "SIGNS", [other for other in SIGNS if other != sign])
-    assert not all(map(is_out_of_memory, ERRORS))
 
 
 @pytest.mark.parametrize(
@@ -160,13 +152,12 @@ def windows(count: int, length: int) -> torch.Tensor:
     return torch.randint(0, 64, (count, length), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("way", ["resident", "streamed", "spilled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("way", "dtype"), [("resident", torch.bfloat16), ("streamed", torch.float32)])
 @pytest.mark.slow
-def test_less_at_once_takes_less_memory_and_gives_the_same_bits(tiny, way, dtype, tmp_path):
+def test_less_at_once_takes_less_memory_and_gives_the_same_bits(tiny, way, dtype):
     """Bit for bit on a CPU, whose matrix products do not ask how many rows there are once there are some dozens."""
     model = tiny("llama", dtype)
-    held, residency = in_way(model, way, tmp_path)
+    held, residency = in_way(model, way)
     tokens, samples = windows(19, 32).flatten()[:-5], windows(9, 16)
     stages = {
         "perplexity": lambda how: perplexity(held, tokens, 32, 8, how).mean_loss,
@@ -182,5 +173,4 @@ def test_less_at_once_takes_less_memory_and_gives_the_same_bits(tiny, way, dtype
             found.append(result)
             peaks.append(memory.peak)
         assert all(one == found[0] for one in found), name
-        if way != "spilled" or name == "perplexity":  # else what waits is in a file anyway
-            assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.75 * peaks[0], (name, peaks)
+        assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.75 * peaks[0], (name, peaks)

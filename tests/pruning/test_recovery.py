@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.pruning.test_refit import plan_of
-from tests.residencies import CASES, WAYS, in_way
+from tests.residencies import FEW, WAYS, in_way
 from tune_prune.core.hashing import seed_for
 from tune_prune.evaluation.divergence import head_inputs
 from tune_prune.models.families import FAMILIES, Family
@@ -111,9 +111,7 @@ def test_training_is_that_of_a_plain_loop(tiny: Make, variant: str, rank: int) -
     )
 
 
-@pytest.mark.parametrize(
-    ("variant", "dtype"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
-)
+@pytest.mark.parametrize(("variant", "dtype"), FEW)
 def test_every_way_to_hold_the_model_gives_the_same_bits(
     tiny: Make, variant: str, dtype: torch.dtype, tmp_path
 ) -> None:
@@ -121,10 +119,10 @@ def test_every_way_to_hold_the_model_gives_the_same_bits(
     plan, family, states = plan_of(dense), family_of(dense), states_of(dense, windows)
     results = []
     for way in WAYS:
-        empty, residency = in_way(dense, way, tmp_path)
+        empty, residency = in_way(dense, way)
         pruned = cut(empty, family, plan, residency.weights)
         if residency.weights is not None:
-            residency = Residency(pruned.weights, residency.device, residency.states, residency.spill_folder)
+            residency = Residency(pruned.weights, residency.device, residency.states)
         else:
             pruned.in_memory()
         results.append(lora(pruned.model, family, windows, states, STEPS, RATE, RANK, SEED, residency))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.residencies import CASES, WAYS, in_way
+from tests.residencies import FEW, WAYS, in_way
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.compensation import refit
@@ -120,13 +120,13 @@ def test_weights_are_those_of_numpy(tiny, variant, name):
     assert seen == len(found.blocks) and seen >= 3
 
 
-@pytest.mark.parametrize(("variant", "dtype"), CASES[-4:])
+@pytest.mark.parametrize(("variant", "dtype"), FEW)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
 def test_every_way_to_hold_the_model_gives_the_same_bits(tiny, variant, way, dtype, tmp_path):
     model = tiny(variant, dtype)
     plan, samples = plan_of(model), windows(9)
     whole = refitted(model, plan, samples)
-    held, residency = in_way(model, way, tmp_path)
+    held, residency = in_way(model, way)
     found = refitted(held, plan, samples, 0.1, residency)
     assert found.blocks == whole.blocks and whole.weights and dict(found.weights).keys() == dict(whole.weights).keys()
     for name, weight in whole.weights.items():

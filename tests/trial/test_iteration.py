@@ -184,7 +184,7 @@ def test_ratios_on_one_way_are_nested(context, tmp_path):
 
 @pytest.mark.parametrize("pruned_whole", [True, False])
 def test_weights_that_stay_in_their_files_give_the_same_plan(context, pruned_whole, tmp_path):
-    way = Residency(from_files=True, pruned_whole=pruned_whole, states="file", spill_folder=tmp_path)
+    way = Residency(from_files=True, pruned_whole=pruned_whole, states="file")
     streamed = TrialContext.open(RUN, tmp_path / "artifacts", "cpu", way)
     for method in ("blockwise", "flap"):
         config = replace(ONE, method=method, steps=2)

@@ -119,7 +119,9 @@ def test_no_room_while_a_model_is_pruned_is_a_sentence(lose, says, refused, tmp_
             return original(self, *what)
 
         patch.setattr(tempfile, "tempdir", str(tmp_path / "waiting"))
-        patch.setattr("tune_prune.opened.choose_within", lambda ways, *_: ways[-1])  # with hidden states in a file
+        patch.setattr(
+            "tune_prune.commands.opened.choose_within", lambda ways, *_: ways[-1]
+        )  # with hidden states in a file
         patch.setattr(Trial, "recipe", recipe)
         text = refused(prune.main, "--model", "tiny-llama", *flags, "--output", tmp_path / "out", begun=True)
     assert text.startswith("error: the file for states between layers in ") and says in text

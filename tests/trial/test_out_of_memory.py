@@ -174,16 +174,8 @@ def test_weights_that_cannot_be_looked_through_on_the_device_are_in_their_files(
     assert context.fallback.notes == (what,)
 
 
-def test_a_plan_of_smaller_batches_is_where_the_first_trial_begins(opened):
-    """And it is no shortage: the record says how it was measured, and has no note."""
-    whole, peak = run_limited(opened("whole"), "perplexity")
-    context = opened("planned")
-    context.fallback.begin(replace(RESIDENT, halvings=2))
-    trial, less = run_limited(context, "perplexity", int(0.6 * peak))
-    ways = {report.stage: report.way for report in trial.progress.reports}
-    assert ways == {"pruning": ""} | dict.fromkeys(("kl", "perplexity", "zero_shot"), "resident, 1/4 at once")
-    assert trial.progress.notes == () and less < 0.6 * peak
-    assert alike(trial, whole)
+def leanness(way: Residency) -> tuple[object, ...]:
+    return way.streamed, way.gradients_by_layer, not way.pruned_whole, ("device", "host", "file").index(way.states)
 
 
 @pytest.mark.parametrize("stage", METHODS)
@@ -197,8 +189,7 @@ def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_fig
         if after.halvings:
             assert after == replace(before, halvings=before.halvings + 1)
         else:
-            bare = [replace(way, halvings=0) for way in (before, after)]
-            assert bare[0] != bare[1] and WAYS.index(bare[0]) < WAYS.index(bare[1])
+            assert leanness(before) < leanness(after)
     halved = max(way.halvings for way in tried if not way.streamed)
     assert (halved > 0) == (stage in ("removal", "recovery", "kl", "perplexity", "zero_shot"))
     assert ("by layer" in {str(way) for way in tried}) == (stage in ("importance", "steps"))

@@ -86,7 +86,7 @@ def test_what_an_interrupted_training_has_done_is_not_done_again(context, monkey
 @pytest.mark.slow
 def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(context, pruned_whole, tmp_path):
     record = run_trial(BOTH, context)
-    way = Residency(from_files=True, pruned_whole=pruned_whole, states="file", spill_folder=tmp_path)
+    way = Residency(from_files=True, pruned_whole=pruned_whole, states="file")
     found = run_trial(BOTH, TrialContext.open(context.run, tmp_path / "artifacts", "cpu", way))
     assert {n: v for n, v in found.metrics.items() if not n.startswith("grad_")} == {
         n: v for n, v in record.metrics.items() if not n.startswith("grad_")

@@ -61,7 +61,7 @@ def test_a_refit_that_changes_nothing_is_the_plain_model(context, monkeypatch):
 @pytest.mark.parametrize("pruned_whole", [True, False])
 def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(context, pruned_whole, tmp_path):
     record = run_trial(REFITTED, context)
-    way = Residency(from_files=True, pruned_whole=pruned_whole, states="file", spill_folder=tmp_path)
+    way = Residency(from_files=True, pruned_whole=pruned_whole, states="file")
     streamed = TrialContext.open(context.run, tmp_path / "artifacts", "cpu", way)
     trial = Trial(REFITTED, streamed)
     for _ in trial.stages():

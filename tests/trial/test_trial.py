@@ -168,7 +168,7 @@ def test_the_plan_is_the_method_applied_by_hand(first, context):
 
 def test_a_trial_that_holds_less_at_once_has_the_same_numbers(first, tmp_path):
     """Gradients by layer, and hidden states in a file."""
-    residency = Residency(states="file", spill_folder=tmp_path, gradients_by_layer=True)
+    residency = Residency(states="file", gradients_by_layer=True)
     other = TrialContext.open(RUN, tmp_path / "artifacts", "cpu", residency)
     record = run_trial(BLOCKWISE, other)
     assert (record.key, record.metrics) == (first[0].key, first[0].metrics)

@@ -116,6 +116,14 @@ def gpu(name: str, size: float) -> Gpu:
     return Gpu(name, Memory(int(size / 0.9) + 1, int(size / 0.9) + 1), True)
 
 
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are in small batches, so that gradients take more."""
+    monkeypatch.setattr("tune_prune.tuning.memory.default_batch_tokens", lambda *_: 64)
+    monkeypatch.setattr("tune_prune.tuning.memory.windows_at_once", lambda *_: 1)
+
+
+@pytest.mark.usefixtures("small_batches")
 def test_a_trial_on_several_gpus_goes_by_their_kind_where_a_node_has_one(planned) -> None:
     large, whole = gpu("H100", MUCH), planned(node("one", MUCH, gpus=(gpu("H100", MUCH),) * 2), gpus_per_trial=2)
     small = gpu("A10", whole.memory.total - 1)
@@ -127,6 +135,7 @@ def test_a_trial_on_several_gpus_goes_by_their_kind_where_a_node_has_one(planned
     assert planned(*mixed, gpus_per_trial=2).gpu_ways == {}
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_states_of_a_gpu_wait_in_the_memory_of_its_node(planned) -> None:
     ways = planned(node("one", MUCH, gpus=(gpu("H100", MUCH),))).models[0].ways
     in_host = next(  # what is chosen on a GPU with that much memory

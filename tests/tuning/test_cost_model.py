@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,31 +14,34 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2TokenizerFast
+from transformers import AutoModelForCausalLM, GPT2TokenizerFast, MistralConfig
 
 from tests.conftest import build_tiny
 from tests.quiz import byte_tokenizer, score_all, unequal_llama, write_quiz
-from tune_prune.core.config import EvaluationProtocol, Samples
+from tune_prune.core.config import EvaluationProtocol, PruningConfig, Samples
 from tune_prune.core.machine import Load
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.engine.rows import Request, score_requests
+from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import Need, kfac, load_statistic
 from tune_prune.pruning.statistics import taylor as taylor_module
 from tune_prune.tuning import cost as costs
 from tune_prune.tuning.cost import (
     Arithmetic,
-    DeviceSpeed,
-    Line,
     ModelWork,
+    Speed,
+    SpeedRequest,
     ZeroShotTokens,
     estimate,
     hub_tokens,
+    measure,
     suite_tokens,
 )
 
@@ -102,7 +106,7 @@ def test_operations_of_a_statistics_pass_are_those_that_torch_counts(name, kinds
 
 
 def test_operations_of_kfac_are_those_of_gate_fisher_and_its_products(monkeypatch):
-    """What is solved at its snapshots is timed, and counts as no operations."""
+    """What is solved at its snapshots takes time, and counts as no operations."""
     monkeypatch.setattr(kfac, "_losses", lambda _, gradients: np.zeros(len(gradients)))
     model, arithmetic = eager_llama()
     windows = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
@@ -186,7 +190,7 @@ def test_the_table_of_hub_tasks_says_what_the_files_hold():
     assert (table.exact, files.exact) == (False, True)
 
 
-SPEED = DeviceSpeed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshots={"taylor": 10.0}, engine=3.0)
+SPEED = Speed(2000.0)  # a second for the layers of a token, a tenth of one for its logits
 NEEDS = (Need("taylor", "", 4), Need("taylor", "", 16), Need("block_removal", "layer", 3))
 
 
@@ -209,24 +213,32 @@ def work(**changes) -> ModelWork:
 
 
 def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
-    """Speeds are one second a token and layers, so that seconds count tokens; a fifth of the projections is removed."""
+    """Seconds count tokens; a fifth of the projections is removed."""
     monkeypatch.setattr(costs, "SUITE_S_PER_ITEM", 1.0)
     monkeypatch.setattr(costs, "SUITE_S", 5.0)
     monkeypatch.setattr(costs, "PRUNING_S", 0.0)
     cost = estimate([work()], slots=1, gpus=0.5)
     stages = {stage.stage: stage for stage in cost.stages()}
     # 4 samples run twice: their snapshot falls inside the only batch; nothing is predicted after a sample's last token
-    assert (stages["importance"].tokens, stages["importance"].seconds) == (16 * 8, 20 * (8 * 4 + 7 * 2) + 2 * 10)
+    assert (stages["importance"].tokens, stages["importance"].seconds) == (
+        16 * 8,
+        pytest.approx(20 * (8 * 3 + 7 * 2 * 0.1)),
+    )
     # dense 1, and behind the removed first of two layers half of it; the head three times; batches of 1, 1 and 2 samples
-    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 4 * (8 * (1 + 0.5) + 7 * 3 * 0.5))
+    assert (stages["removal"].tokens, stages["removal"].seconds) == (
+        3 * 8 * 3,
+        pytest.approx(4 * (8 * (1 + 0.5) + 7 * 3 * 0.1)),
+    )
     assert (stages["perplexity"].runs, stages["perplexity"].tokens) == (4, 200)
-    assert stages["perplexity"].seconds == pytest.approx(50 * (1 + 3 * 0.8) + 4 * 50 * 0.5)
+    assert stages["perplexity"].seconds == pytest.approx(50 * (1 + 3 * 0.8) + 4 * 50 * 0.1)
     # all 50 tokens of the text and 40 of items: the dense model once without its head, a pruned one with two heads
     assert (stages["kl"].runs, stages["kl"].tokens) == (4, 360)
-    assert stages["kl"].seconds == pytest.approx(90 * (1 + 3 * 0.8) + 3 * 2 * 90 * 0.5)
+    assert stages["kl"].seconds == pytest.approx(90 * (1 + 3 * 0.8) + 3 * 2 * 90 * 0.1)
     suite = 5 + 10
-    assert stages["zero_shot"].seconds == pytest.approx(3 * (40 * (1 + 3 * 0.8) + 4 * 20 * 0.5) + suite)
     assert stages["zero_shot"].flops == pytest.approx((40 * 2000 - 20 * 400) * (1 + 3 * 0.8) + 4 * 20 * 200)
+    assert stages["zero_shot"].seconds == pytest.approx(
+        costs.ZERO_SHOT["cpu"] * stages["zero_shot"].flops / 2000 + suite
+    )
     stored = estimate([work(zero_shot=replace(work().zero_shot, exact=True))], slots=1, gpus=0)
     assert stored.stages()[-1].seconds == pytest.approx(stages["zero_shot"].seconds - suite)
     total = sum(stage.seconds for stage in cost.stages())
@@ -294,7 +306,58 @@ def test_gradients_of_activations_alone_take_less_time(name, share):
     """A third of the operations of gradients are for those of the weights. 4 samples, whose last tokens predict nothing."""
     cost = estimate([work(passes={Samples(8): [Need(name, "", 4)]})], slots=1, gpus=0)
     (stage,) = (stage for stage in cost.stages() if stage.stage == load_statistic(name).stage)
-    assert stage.seconds == pytest.approx(4 * 8 * 4 * share + 4 * 7 * 2)
+    assert stage.seconds == pytest.approx(4 * 8 * 3 * share + 4 * 7 * 2 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "whole", "streamed"),
+    [
+        # The dense model's hidden states; and the copy, once or twice for each of ten steps
+        ("recovery", PruningConfig("taylor", 128, 8, recovery="lora", recovery_steps=10), 1 + 1, 1 + 2 * 10),
+        # Two copies, once each or for the two directions of gradients
+        ("steps", PruningConfig("taylor", 128, 8, steps=3), 2, 2 * 2),
+        ("steps", PruningConfig("block_influence", 128, 8, steps=3), 2, 2),
+    ],
+)
+def test_a_copy_that_is_held_as_a_whole_is_read_once(
+    stage: str, config: PruningConfig, whole: int, streamed: int
+) -> None:
+    for pruned_whole, readings in ((True, whole), (False, streamed)):
+        way = Residency(from_files=True, pruned_whole=pruned_whole)
+        none, some = (
+            costs._step(work(trials=1, way=way, weight_bytes=size), stage, [config]).seconds for size in (0, 10**9)
+        )
+        assert some - none == pytest.approx(readings * 10**9 / costs.DISK_BYTES_PER_S)
+
+
+def test_the_rate_of_this_machine_foretells_what_a_model_takes_here(tiny_llama):
+    """Within a factor of four, as other programs may run; and the number of threads is as it was."""
+    model = AutoModelForCausalLM.from_config(tiny_llama[0]).eval()
+    arithmetic = Arithmetic.of(read_geometry(model, LLAMA), model.config.vocab_size)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        speed = measure(SpeedRequest(model.config, "float32", "cpu", 2))
+        assert torch.get_num_threads() == 1
+        tokens = torch.randint(model.config.vocab_size, (4096,))
+        taken = []
+        for _ in range(3):
+            began = time.process_time()
+            perplexity(model, tokens, 256)
+            taken.append(time.process_time() - began)
+    finally:
+        torch.set_num_threads(threads)
+    assert speed.spread >= 1 and speed.load.cpus >= 1
+    assert 1 / 4 < arithmetic.forward(4096, 256) / speed.flops / min(taken) < 4
+
+
+def test_of_a_large_model_a_small_part_is_built():
+    """Of Mistral-7B on a CPU not even one whole layer."""
+    config = MistralConfig()
+    model = costs._random_model(config, torch.float32, torch.device("cpu"))
+    layers = decoder_layers(model, family_of("mistral"))
+    assert sum(p.numel() for p in layers.parameters()) * 4 <= costs.BUILT_BYTES["cpu"]
+    assert layers[0].self_attn.head_dim == 128 and config.num_hidden_layers == 32
 
 
 def test_memory_is_planned_for_the_longest_row_that_is_forwarded(tmp_path):

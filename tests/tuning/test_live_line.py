@@ -119,7 +119,7 @@ def test_a_round_waits_for_its_own_trials_only() -> None:
     """Of two models one has trials in this round of draws, as many as it has specs."""
     other = replace(COST.models[0], label="other")
     search = Search(cost=replace(COST, models=(*COST.models, other)), jobs=[])
-    assert search.line._left.seconds() == pytest.approx(4 * (30 + TRIAL_OVERHEAD_S))
+    assert search.line._forecast.time.seconds() == pytest.approx(4 * (30 + TRIAL_OVERHEAD_S))
 
 
 def test_the_eta_follows_jobs_stages_and_slices():
@@ -164,11 +164,11 @@ def test_each_of_several_steps_is_a_part_of_its_stage() -> None:
     trial, spec = {"steps": 30.0, **TRIAL}, replace(SPECS["k0"], config=replace(CONFIGS[0], steps=4))
     models = (replace(COST.models[0], trial=trial, jobs={}, trials=1),)
     search = Search(cost=replace(COST, models=models), jobs=[])
-    search.line._left = TimeLeft({"tiny-llama": trial}, {"tiny-llama": 1}, 1)
+    search.line._forecast.time = TimeLeft({"tiny-llama": trial}, {"tiny-llama": 1}, 1)
     search.start(spec)
     for done in (1, 2, 3):
         search.stage(spec, "steps", 10.0)
-        assert search.line._left.seconds() == pytest.approx(30 - 10 * done + sum(TRIAL.values()))
+        assert search.line._forecast.time.seconds() == pytest.approx(30 - 10 * done + sum(TRIAL.values()))
 
 
 def test_finished_trials_of_an_earlier_start_are_not_waited_for():
@@ -251,12 +251,12 @@ def test_what_is_left_is_a_range_of_the_paces_seen():
     search.start(SPECS["k0"])
     for pace in (0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0):
         search.stage(SPECS["k0"], "pruning", pace)
-    middle = search.line._left.seconds()  # type: ignore[union-attr]
+    middle = search.line._forecast.time.seconds()  # type: ignore[union-attr]
     assert search.line.seconds_left() == pytest.approx((middle, middle))  # three quarters went as predicted
     for pace in (0.5, 2.0, 0.5, 2.0, 0.5, 2.0):
         search.stage(SPECS["k0"], "pruning", pace)
     low, high = search.line.seconds_left() or (0, 0)
-    middle = search.line._left.seconds()  # type: ignore[union-attr]
+    middle = search.line._forecast.time.seconds()  # type: ignore[union-attr]
     assert low < middle < high
     assert Search(cost=None).line.seconds_left() is None
 
@@ -265,7 +265,7 @@ def test_a_stage_that_takes_ten_times_its_forecast_is_said_once():
     search = Search(jobs=[])
     work = search.start(SPECS["k0"])
     search.stage(work, "pruning", 1.0)
-    longest = search.line._left.of_stage(work)  # type: ignore[union-attr]
+    longest = search.line._forecast.time.of_stage(work)  # type: ignore[union-attr]
     assert longest == 20.0
     assert "warning" not in search.shown(wait=LATE * longest)
     name = f"{work.run.label} {work.config.name}"

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import Executor, Future
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,12 @@ from torch.profiler import profile
 from transformers import MistralConfig
 
 from tests.memory_stages import STAGES, build
+from tune_prune.core.records import MEASURING_STAGES
 from tune_prune.models import loading
 from tune_prune.models.runner import layer_weights
 from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC
-from tune_prune.trial.fallback import MEASURING
 from tune_prune.tuning import memory
 from tune_prune.tuning.memory import PROCESS_BYTES, MemoryPlan, Shapes, choose
 
@@ -45,9 +45,7 @@ QUICK = (
     "fisher",
     "refit",
     "input_norms",
-    "block_influence",
     "evaluation",
-    "evaluation halved",
     "evaluation of Granite",
     "kl",
     "zero_shot",
@@ -66,7 +64,7 @@ def test_planned_tensors_are_those_that_torch_allocates(name, monkeypatch):
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     # The pruned copy is the dense model here.
-    held = 0 if str(stage.plan.stage) in MEASURING and "streamed" not in name else stage.plan.held
+    held = 0 if str(stage.plan.stage) in MEASURING_STAGES and "streamed" not in name else stage.plan.held
     assert peak <= held + stage.plan.activations <= MOST * peak
 
 
@@ -80,11 +78,11 @@ def resident(name: str, **environment: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["taylor", "copies", "taylor by layer", "copies by layer", "taylor streamed"])
+@pytest.mark.parametrize("name", ["copies", "taylor by layer", "taylor streamed"])
 def test_planned_memory_of_gradients_is_what_fresh_processes_take(name):
     """Of which the C library makes 0.97 to 1.26 of what is counted, differently in each process; of layer by layer up to 1.5. A
     system that takes pages back makes the peak of a process look smaller: then the largest of three counts."""
-    planned, most = build(name).plan.total, 1.5 if name in ("taylor", "copies") else 2.2
+    planned, most = build(name).plan.total, 1.5 if name == "copies" else 2.2
     measured = resident(name)
     for _ in range(2):
         measured = max(measured, resident(name)) if planned > most * measured else measured
@@ -122,16 +120,14 @@ def test_planned_memory_of_an_evaluation_is_what_fresh_processes_take():
 LAYER = 218_103_808  # weights of Mistral-7B's projections in a layer
 
 
-def mistral(*num_samples: int, seq_len: int = 512, halved: bool = False) -> list[MemoryPlan]:
-    """Plans of Mistral-7B in bfloat16 on a GPU, with statistics of so many samples, in every way; with `halved` also those that
-    measure less at once."""
+def mistral(*num_samples: int, seq_len: int = 512) -> list[MemoryPlan]:
+    """Plans of Mistral-7B in bfloat16 on a GPU, with statistics of so many samples, in every way."""
     config = MistralConfig()
     _, geometry = loading.config_geometry(config)
     shapes = Shapes(geometry, config, 2, "cuda")
     needs = [Need("taylor", "", n) for n in num_samples]
     passes = [("importance", STATISTIC.work(needs, seq_len, 32, "cuda"))] if needs else []
-    ways = shapes.ways(passes, lambda way: shapes.evaluation(0, 2048, 300_000, 600, 3_000_000, way))
-    return [plan for plan in ways if halved or not plan.way.halvings]
+    return shapes.ways(passes, lambda way: shapes.evaluation(0, 2048, 300_000, 600, 3_000_000, way))
 
 
 def test_memory_adds_up_for_a_7b_model_on_a_gpu():
@@ -148,42 +144,38 @@ def test_memory_adds_up_for_a_7b_model_on_a_gpu():
     assert mistral(3, 5, 256)[0].stages[0].held == 2 * gradients.held
     only, *others = mistral()
     assert only.stages == tuple(evaluation) and str(only.way) == "resident"
-    assert others and all(
-        plan.way.from_files for plan in others
-    )  # there are no gradients that a layer alone could have
+    # Without gradients there are none that a layer alone could have.
+    assert others and all(plan.way.from_files for plan in others)
 
 
 def test_layer_by_layer_a_7b_model_keeps_what_its_layers_were_given_in_place_of_its_gradients():
     """256 samples of 512 tokens in bfloat16: of 33 places, and float32 sums of one layer."""
     states = 256 * 512 * 4096 * 2 * 33
     resident, *others = [plan for plan in mistral(256) if not plan.way.from_files]
-    assert [str(plan.way) for plan in others] == [
-        "by layer", "by layer, states in host memory", "by layer, states in a file"
-    ]  # fmt: skip
-    assert [plan.stages[0].held - 4 * LAYER for plan in others] == [states, 0, 0]
-    assert [plan.away for plan in others] == [0, states, states]
+    assert [str(plan.way) for plan in others] == ["by layer", "by layer, states in a file"]
+    assert [(plan.stages[0].held, plan.away) for plan in others] == [(4 * LAYER, states)] * 2
     assert len({plan.stages[1:] for plan in (resident, *others)}) == 1
 
 
 def test_streamed_a_7b_model_needs_two_layers_and_a_card_of_24_gb_holds_its_pruned_copy():
-    """256 samples of 512 tokens in bfloat16; blocks of 2**18 tokens carry 2 GB of hidden states."""
+    """256 samples of 512 tokens in bfloat16; blocks of 2**18 tokens carry 2 GB of hidden states, on the device or in a file."""
     weights, layers = 2 * 7_241_732_096, 2 * (2 * (LAYER + 4 * 4096) + 4096 * 14336)
     streamed = [plan for plan in mistral(256) if plan.way.from_files]
     assert [(str(plan.way), plan.way.pruned_whole) for plan in streamed] == [
-        (f"streamed{where}", whole)
-        for whole in (True, False)
-        for where in ("", ", states in host memory", ", states in a file")
-    ]
+        ("streamed", True), ("streamed, states in a file", True), ("streamed", False), ("streamed, states in a file", False)
+    ]  # fmt: skip
     assert {plan.weights for plan in streamed} == {0}
-    assert [plan.stages[0].held - 4 * LAYER - layers for plan in streamed] == [256 * 512 * 4096 * 2 * 33, 0, 0] * 2
-    pruning, _, perplexity, zero_shot = zip(*(plan.stages[1:] for plan in streamed), strict=True)
-    assert [stage.held for stage in pruning[2:4]] == [weights + 2 * 32 * 63 * 3 * 4096, layers]
-    assert [(stage.way, stage.held) for stage in perplexity[2:4]] == [
-        ("resident", pruning[2].held), ("streamed", layers + 2**18 * 4096 * 2)
+    gradients, pruning, _, perplexity, zero_shot = zip(*(plan.stages for plan in streamed), strict=True)
+    assert [(stage.held - 4 * LAYER - layers, stage.away) for stage in gradients] == [
+        (0, 256 * 512 * 4096 * 2 * 33)
+    ] * 4
+    assert [stage.held for stage in pruning[1:3]] == [weights + 2 * 32 * 63 * 3 * 4096, layers]
+    assert [(stage.way, stage.held) for stage in perplexity[1:3]] == [
+        ("resident", pruning[1].held), ("streamed", layers + 2**18 * 4096 * 2)
     ]  # fmt: skip
     masks = 2**18 * 600 * 2
-    assert [stage.held - layers for stage in zero_shot[3:]] == [2**18 * 4096 * 2 + masks, masks, masks]
-    assert streamed[2].total < 20 * 2**30 and streamed[5].total < 6 * 2**30
+    assert [stage.held - layers for stage in zero_shot[2:]] == [2**18 * 4096 * 2 + masks, masks]
+    assert streamed[1].total < 20 * 2**30 and streamed[3].total < 8 * 2**30
 
 
 def test_a_copy_that_is_held_as_a_whole_is_trained_by_layer():
@@ -197,39 +189,19 @@ def test_a_copy_that_is_held_as_a_whole_is_trained_by_layer():
 
 
 def test_the_fastest_way_that_fits_is_chosen():
-    """With few samples layer-by-layer gradients need little; with many, hidden states have to wait elsewhere."""
-    few, many = mistral(16), mistral(512)
+    many = mistral(512)
+    resident, in_host, in_file, *_ = many
 
-    def chosen(ways: list[MemoryPlan], device: int, **away: int) -> str:
-        return str(choose(ways, {"device": device, **away}).way)
+    def chosen(device: int, **away: int) -> tuple[str, bool]:
+        way = choose(many, {"device": device, **away}).way
+        return str(way), way.pruned_whole
 
-    lean = many[2].total
-    assert [chosen(few, ways.total - less) for ways in few[:1] for less in (0, 1)] == ["resident", "by layer"]
-    assert lean <= few[1].total < few[0].total
-    assert chosen(many, many[0].total) == "resident"
-    assert chosen(many, lean, host=many[2].away, file=0) == "by layer, states in host memory"
-    assert chosen(many, lean, host=many[2].away - 1, file=many[3].away) == "by layer, states in a file"
-    assert chosen(many, lean) == "by layer, states in host memory"  # of a cluster's host memory nothing is known
-    assert chosen(many, lean - 1, host=many[2].away) == chosen(many, 6 * 2**30) == "streamed, states in host memory"
-    assert [choose(many, {"device": bound}).way.pruned_whole for bound in (lean - 1, 6 * 2**30)] == [True, False]
+    assert in_host.total == in_file.total < resident.total and in_host.away == in_file.away
+    lean = in_host.total
+    assert chosen(resident.total) == ("resident", False)
+    assert chosen(resident.total - 1, host=in_host.away, file=0) == ("by layer", False)
+    assert chosen(lean, host=in_host.away - 1, file=in_file.away) == ("by layer, states in a file", False)
+    assert chosen(lean) == ("by layer", False)  # of a cluster's host memory nothing is known
+    assert chosen(lean - 1, host=in_host.away) == ("streamed", True)
+    assert chosen(10 * 2**30, host=in_host.away) == ("streamed", False)
     assert choose(many, {"device": 0}) == many[-1]  # where nothing fits: the leanest
-
-
-def test_smaller_batches_are_planned_before_a_leaner_way():
-    """Of 256 samples layer by layer, with states elsewhere, the evaluation takes the most: it is halved up to three times. Streamed
-    weights would be read more often for smaller blocks: those are the last of all."""
-    ways = mistral(256, halved=True)
-    kinds = [(plan.way.from_files, plan.way.pruned_whole, plan.way.states, plan.way.halvings) for plan in ways]
-    assert [kind[-1] for kind in kinds if kind[:3] == (False, False, "device")] == [0, 0]  # states take the most
-    assert [kind[-1] for kind in kinds if kind[:3] == (False, False, "host")] == [0, 1, 2, 3]
-    assert [kind[-1] for kind in kinds if kind[:3] == (True, False, "host")] == [0]
-    assert [kind[-1] for kind in kinds if kind[:3] == (True, False, "file")] == [0, 1]  # then gradients do
-    by_layer = [plan for plan in ways if plan.way.states == "host" and not plan.way.from_files]
-    for more, less in pairwise(by_layer):
-        assert choose(ways, {"device": more.total - 1}) == less
-        more_at_once, less_at_once = more.stages[-1], less.stages[-1]
-        assert less.stages[:2] == more.stages[:2] and less_at_once.held == more_at_once.held
-        # By half, but for the softmax of a part of the logits.
-        assert more_at_once.activations // 2 <= less_at_once.activations < 0.75 * more_at_once.activations
-    assert str(by_layer[1].way) == "by layer, states in host memory, 1/2 at once"
-    assert by_layer[1].stages[-1].way == "resident, 1/2 at once"

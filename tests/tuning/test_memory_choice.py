@@ -24,7 +24,6 @@ from tune_prune.core.ledger import Ledger, PassLog
 from tune_prune.core.machine import Memory, at_least, parse_size
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import WAYS
-from tune_prune.pruning.selection import target_params
 from tune_prune.tuning import memory_bounds
 from tune_prune.tuning.memory import INLINE_BYTES
 from tune_prune.tuning.plan import Plan, SearchSettings
@@ -89,18 +88,14 @@ def test_memory_that_is_free_decides_where_none_is_named(bound: int, monkeypatch
 def test_a_file_is_for_hidden_states_that_fit_on_its_disk(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_file = next(plan for plan in planned().models[0].ways if str(plan.way) == "by layer, states in a file")
     room = {"free": in_file.away}
+    monkeypatch.setattr(machine, "in_memory", lambda _: False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**room))
     assert str(planned(memory=in_file.total).memory.way) == "by layer, states in a file"
-    room["free"] -= 1
-    with pytest.raises(UserError, match=r"with a file of .* in .*, where .* are free: set TMPDIR to"):
-        planned(memory=in_file.total)
-
-
-def test_a_file_in_memory_is_no_place_for_hidden_states(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_file = next(plan for plan in planned().models[0].ways if str(plan.way) == "by layer, states in a file")
-    monkeypatch.setattr(machine, "in_memory", lambda _: True)
-    with pytest.raises(UserError, match=r"with a file of .* in .*, where .* are free: set TMPDIR to"):
-        planned(memory=in_file.total)
+    for free, in_memory in ((in_file.away - 1, False), (in_file.away, True)):
+        room["free"] = free
+        monkeypatch.setattr(machine, "in_memory", lambda _, found=in_memory: found)
+        with pytest.raises(UserError, match=r"with a file of .* in .*, where .* are free: set TMPDIR to"):
+            planned(memory=in_file.total)
 
 
 def test_a_dry_run_says_of_every_stage_what_it_takes_and_how(bound: int, plan_text: Callable[..., str]) -> None:
@@ -180,7 +175,7 @@ def test_too_little_memory_is_a_sentence_with_what_would_fit(refusal: Callable[.
     )
 
 
-def test_pickled_weights_that_would_fit_as_safetensors_are_refused_with_that_step(
+def test_pickled_weights_that_do_not_fit_are_refused_with_the_step_that_opens_leaner_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -193,21 +188,14 @@ def test_pickled_weights_that_would_fit_as_safetensors_are_refused_with_that_ste
         where = {"data_dir": str(data), "calibration": "embedded", "tasks": ("boolq",), "inline": True}
         return make_plan(SearchSettings((str(folder),), "space.yaml", limit=4, **where, **settings))
 
-    streamed = min(way.total for way in plan().models[0].ways)
     torch.save(load_file(weights), folder / "pytorch_model.bin")
     weights.unlink()
-    assert streamed < min(way.total for way in plan().models[0].ways)
+    least = min(way.total for way in plan().models[0].ways)
     with pytest.raises(UserError, match=r"; save the model with save_pretrained, .*, or use --memory "):
-        plan(memory=streamed)
-    with pytest.raises(UserError, match=r"\); use --memory "):
-        plan(memory=streamed - 1)
-    shapes = tune_prune.open(str(folder), device="cpu")._shapes
-    removed = target_params(shapes.geometry, 0.2, "free")
-    least = min(way.total for way in shapes.ways([], lambda way: [shapes.pruning(removed, way)]))
-    model = tune_prune.open(str(folder), device="cpu", memory=f"{least / 2**20}MiB")
+        plan(memory=least - 1)
     with pytest.raises(UserError, match=r"\); save the model with save_pretrained, .*, or use --memory "):
-        model.prune("magnitude")
-    monkeypatch.setattr(machine, "memory", lambda: Memory(streamed, streamed))
+        tune_prune.open(str(folder), device="cpu", memory="100MiB").prune("magnitude")
+    monkeypatch.setattr(machine, "memory", lambda: Memory(least - 1, least - 1))
     with pytest.raises(
         UserError, match=r"and this machine has .*; save the model with save_pretrained, .*, or use a machine"
     ):

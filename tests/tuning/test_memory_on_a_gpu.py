@@ -23,7 +23,7 @@ STUDY = Path(__file__).parents[2] / "docs" / "studies" / "h100"
 WORKSPACE = 2**25
 # Planned over taken, beside the weights. Adapters are planned as if keys were as wide as queries; logits, KL and rows for full
 # batches.
-MOST = {"recovery": 1.9, "gate_fisher": 1.4, "kl": 1.4, "zero_shot": 1.4}
+MOST = {"recovery": 1.9, "gate_fisher": 1.4, "block_influence": 1.3, "kl": 1.4, "zero_shot": 1.4}
 
 
 def record(name: str) -> dict[str, Any]:
@@ -126,10 +126,9 @@ def test_every_way_to_hold_a_7b_model_took_what_is_planned():
     found = next(row for row in record("bench_gpu_plan")["measurements"] if row.get("measured") == "ways")
     shapes = shapes_of(32)
     work = STATISTIC.work([Need("taylor", "", 64)], 256, 32, "cuda")
-    checked = []
-    for plan in shapes.ways([("importance", work)]):
-        name = str(plan.way).replace(", states in host memory", ", host")
-        if f"{name} bytes" in found and not (plan.way.halvings or plan.way.pruned_whole):
-            assert found[f"{name} bytes"] <= plan.largest.total <= 1.15 * found[f"{name} bytes"], name
-            checked.append(name)
-    assert checked == ["resident", "by layer", "by layer, host", "streamed", "streamed, host"]
+    plans = {str(plan.way): plan for plan in shapes.ways([("importance", work)]) if not plan.way.pruned_whole}
+    # "by layer" and "streamed" had hidden states on the device then, where they take what they take elsewhere now.
+    for name, way in (("resident", "resident"), ("by layer, host", "by layer"), ("streamed, host", "streamed")):
+        assert found[f"{name} bytes"] <= plans[way].largest.total <= 1.15 * found[f"{name} bytes"], name
+    for way in ("by layer", "streamed"):
+        assert found[f"{way} bytes"] <= plans[way].largest.total + plans[way].away <= 1.15 * found[f"{way} bytes"], way

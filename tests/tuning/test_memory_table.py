@@ -52,7 +52,7 @@ def on_card(ways: list[MemoryPlan], card: Card, geometry: Geometry, vocab_size: 
     except UserError:
         return "–"
     arithmetic = Arithmetic.of(geometry, vocab_size)
-    speed = computed(card, arithmetic, "bfloat16")
+    speed = computed(card, "bfloat16")
     assert speed
     configs = space.load("paper_grid").configs()
     passes = {

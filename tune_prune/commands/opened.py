@@ -49,7 +49,15 @@ from tune_prune.trial.fallback import Fallback, load
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial
 from tune_prune.tuning.cost import LONGEST_ROW
-from tune_prune.tuning.memory import Shapes, StageMemory, choose_within, on_this_machine, passes_of, recipe_passes
+from tune_prune.tuning.memory import (
+    Shapes,
+    StageMemory,
+    advising,
+    choose_within,
+    on_this_machine,
+    passes_of,
+    recipe_passes,
+)
 from tune_prune.tuning.resolve import DenseModel
 
 
@@ -212,12 +220,13 @@ class Model:
         removed: int | None = 0,
     ) -> Residency:
         readable, bounds = readable_in_place(self._source), on_this_machine()
-        ways, streamed = (self._shapes.ways(passes, evaluation, files, removed) for files in (readable, True))
+        ways = self._shapes.ways(passes, evaluation, readable, removed)
         release(torch.device(self.device))  # what torch keeps of earlier work is free, too
         bounds["device"] = torch.cuda.mem_get_info()[0] if self.device == "cuda" else bounds["host"]
         if self._loaded is not None and not self._loaded.residency.from_files:
             bounds["device"] += ways[0].weights
-        return choose_within(ways, bounds, self._memory, what, "", streamed, to_bring_layers(readable, 1)).way
+        with advising(to_bring_layers(readable, 1)):
+            return choose_within(ways, bounds, self._memory, what).way
 
     @cached_property
     def base(self) -> ModelSource:
@@ -259,7 +268,8 @@ class Model:
 
     def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
         """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
-        dense = self.loaded(way=self._fallback.begin(way), fallback=self._fallback)
+        self._fallback.plan(way)
+        dense = self.loaded(way=self._fallback.way, fallback=self._fallback)
         store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)
         return TrialContext(run, dense, store, self._fallback, let_go)
 

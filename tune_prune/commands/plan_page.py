@@ -493,8 +493,6 @@ def held_in_words(memory: MemoryPlan) -> str:
         parts.append("weights read from disk while it works")
     elif way.gradients_by_layer:
         parts.append("layer by layer")
-    if way.halvings:
-        parts.append("in smaller batches")
     if memory.away:
         parts.append(f"{size(memory.away)} more {_PLACES[way.states]}")
     return ", ".join(parts)
@@ -538,8 +536,6 @@ _WAYS = {
     "resident": "the whole model is where it computes",
     "by layer": "gradients of one layer after the other, with the weights where it computes",
     "streamed": "weights are read from disk while it works, a layer at a time",
-    "at once": "smaller batches",
-    "states in host memory": "what is between two layers waits in main memory",
     "states in a file": "what is between two layers waits on disk, in TMPDIR",
 }
 

@@ -63,7 +63,7 @@ class NextTokenLosses:
 
     @torch.inference_mode()
     def __call__(self, samples: Tensor, given: Tensor | None = None) -> Tensor:
-        """Of every token but the first: [B, T - 1]."""
+        """Return the loss of every token but the first: [B, T - 1]."""
         targets = samples[:, 1:]
         given = samples if given is None else given
         if self.separate:
@@ -80,8 +80,9 @@ class NextTokenLosses:
 
     @torch.inference_mode()
     def divergences(self, given: Tensor, inside: Tensor, dense: Tensor) -> Tensor:
-        """KL(dense || own) [P] of the next token's distribution at the P positions where `inside` [B, T] is true, in nats and in
-        float32 or better. `dense` [P, H]: what the head is given there (`head_inputs`) in a model that differs only in layers."""
+        """Return KL(dense || own) [P] of the next token's distribution at the P positions where `inside` [B, T] is true, in
+        nats and in float32 or better. `dense` [P, H]: what the head is given there (`head_inputs`) in a model that differs only
+        in layers."""
         hidden = self.head_inputs(given)
         inside, dense = inside.to(hidden.device), dense.to(hidden.device, hidden.dtype)
         if not self.separate:
@@ -128,17 +129,17 @@ class NextTokenLosses:
 
     @torch.no_grad()
     def _logits_of(self, given: Tensor, dense: Tensor) -> Tensor:
-        """Those that the model makes where its head is given `dense` [B, T, H]."""
+        """Return the logits that the model makes where its head is given `dense` [B, T, H]."""
         with head_input(self.model, lambda hidden: dense.to(hidden)):
             logits: Tensor = self.forward(given).logits
         return logits
 
     def head_inputs(self, given: Tensor) -> Tensor:
-        """What the head is given, [B, T, H]; it is run at no position."""
+        """Return what the head is given, [B, T, H]; it is run at no position."""
         return self._first_logits(given, 0)[0]
 
     def _first_logits(self, given: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """What the head gets, [B, T, H], and logits [B, count, V] at the first `count` positions."""
+        """Return what the head is given, [B, T, H], and logits [B, count, V] at the first `count` positions."""
         seen: list[Tensor] = []
 
         def first_only(hidden: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class NextTokenLosses:
 
 @contextmanager
 def head_input(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within it the head gets what `change` makes of its input [B, T, H].
+    """Give the head within this context what `change` makes of its input [B, T, H].
 
     A hook in front of the head, because what a family does to its logits afterwards (soft caps, scales) must stay.
     """
@@ -171,7 +172,7 @@ def head_input(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> It
 
 
 def _divergences(dense: Tensor, own: Tensor) -> Tensor:
-    """KL(dense || own) [P] of the distributions that these logits [P, V] are of."""
+    """Return KL(dense || own) [P] of the distributions that these logits [P, V] are of."""
     wanted, found = (
         torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         for logits in (dense, own)
@@ -181,6 +182,6 @@ def _divergences(dense: Tensor, own: Tensor) -> Tensor:
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy [P] of `targets` [P] under `logits` [P, V]; in bfloat16 it would be off by whole nats."""
+    """Return the cross entropy [P] of `targets` [P] under `logits` [P, V]; in bfloat16 it would be off by whole nats."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, targets.to(logits.device), reduction="none")

@@ -239,7 +239,7 @@ class TrialContext:
         held = self.loaded.residency
         if held.weights is None or (held.pruned_whole and recipe.plan.removed_params):
             return RESIDENT
-        return replace(held, weights=self._made(recipe).weights)
+        return replace(held.forward_only, weights=self._made(recipe).weights)
 
     def windows(self, samples: Samples, count: int) -> torch.Tensor:
         run = self.run.of(samples)
@@ -320,7 +320,7 @@ class TrialContext:
         """What `run` gives, which is told how often to halve what it does at once: as has fitted so far, or else in the next way
         that fits. Raises OutOfMemory where none does. `run` may hold nothing of the model from one time to the next."""
         device, source = self.loaded.device, self.loaded.source
-        ways = self.fallback.ways(stage, use, device.type, most_halvings, lambda: readable_in_place(source))
+        ways = self.fallback.ways(stage, use, most_halvings, lambda: readable_in_place(source))
 
         def attempt(way: Residency) -> T:
             self._hold(self.fallback.way)

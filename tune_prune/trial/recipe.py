@@ -68,7 +68,7 @@ class Recipe:
             return made.model, replace(held, weights=made.weights)
         if held.weights is None:
             return made.model, held
-        return made.model, Residency(gradients_by_layer=True, states=held.states, spill_folder=held.spill_folder)
+        return made.model, Residency(gradients_by_layer=True, states=held.states)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,12 @@
-"""Floating-point operations of every stage, from a model's shapes.
+"""What a search costs: tokens and floating-point operations of every stage, seconds, wall time and GPU-hours.
+
+    tokens   counted on the texts and questions themselves; those of the hub by a table
+    FLOPs    of a model's shapes (`Arithmetic`)
+    seconds  FLOPs over the operations per second that the device reaches (`Speed`), and what is read from files
+
+Trials and preparation jobs are dealt out to the slots one after the other, as the search does. A rate of one short run is
+extrapolated to hours, so the wall time is a range: from what it takes on an idle machine to what it takes if the machine stays
+as busy as it was (`slowdown`). While a search runs, `progress` corrects it by what stages really took.
 
 A multiplication and an addition are two operations. Per token, with N the weights of the projections, V x H the head, Q
 the width of all query heads and T the length of a row (Kaplan et al. 2020, arXiv:2001.08361; PaLM, arXiv:2204.02311,
@@ -16,25 +24,6 @@ A refit keeps K = share x n of the n inputs of each layer's last projections, o 
 that it is fitted to and T held out:
 
     2 n K P  +  2 H n T  +  2 H (n - K) K  +  K^3 / 3  +  2 H K^2      products, two errors, right sides, Cholesky, both triangles
-
-How many tokens the zero-shot items and the perplexity text are, before a model is loaded. Hub data counts by a table.
-
-What a plan has to forward for one model: its texts and items in tokens, and the passes that no cache holds yet.
-
-How fast a device works on models of given shapes: some layers of random weights are run for a second or two.
-
-Small models are measured whole. Of a large one as many layers as are small; where not even one is (7B on a CPU), a layer
-of the same proportions but fewer heads and channels. What was not built counts by its operations. Rates are those of one
-process alone: on CPUs its own seconds count, not those that it waits while others run. That several trials on one machine
-share its caches and its memory bandwidth is not measured; `spread` and `load` say how sure the rates are.
-
-What a plan costs: passes, tokens, operations and seconds of every stage, the wall time and the GPU-hours.
-
-    seconds of a stage = tokens x seconds per token as measured (device_speed.py) x (1 - removed share) where a model is pruned
-
-Trials and preparation jobs are dealt out to the slots one after the other, as the search does. What was measured for a
-second on one core is extrapolated to hours, so the wall time is a range: from what it takes on an idle machine to what it
-takes if the machine stays as busy as it was (`slowdown`). The live line corrects itself by what was measured so far.
 """
 
 from __future__ import annotations
@@ -46,12 +35,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
@@ -62,24 +49,22 @@ from tune_prune.core.machine import Load
 from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
 from tune_prune.data.sources import Contents, task_source
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
-from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
-from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_log_probs
+from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.kept_suite import KeptSuite, caveats, ends_texts
 from tune_prune.models import loading
 from tune_prune.models.families import LAYER_LISTS, decoder_layers, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
-from tune_prune.models.head import Head
+from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import recovery, refit
-from tune_prune.pruning.passes.batches import BATCH_TOKENS
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.iteration import steps_of, works_of
 from tune_prune.trial.statistics import StatisticCache, by_samples
 from tune_prune.tuning.gpus import Card
 
-if TYPE_CHECKING:
-    from tune_prune.evaluation.suite import Item, ZeroShotSuite
+if TYPE_CHECKING:  # it imports pyarrow
+    from tune_prune.evaluation.suite import ZeroShotSuite
 
 
 @dataclass(frozen=True)
@@ -120,27 +105,28 @@ class Arithmetic:
         return self.attention_weights + self.mlp_weights
 
     def pruned(self, removed_params: int) -> Arithmetic:
-        """Without `removed_params` of the projections, taken evenly from attention and MLPs."""
+        """The shapes without `removed_params` of the projections, taken evenly from attention and MLPs."""
         kept = 1 - removed_params / self.projection_weights
         names = ("attention_weights", "mlp_weights", "query_width", "output_weights")
         return replace(self, **{name: round(getattr(self, name) * kept) for name in names})
 
     def forward(self, tokens: float, row_length: float, scored: float | None = None) -> float:
-        """`tokens` in rows of `row_length`, logits at `scored` positions (None: at all), and of the last layer what they need."""
+        """Count `tokens` in rows of `row_length` with logits at `scored` positions (None: at all), and of the last layer what
+        they need."""
         if scored is None:
             return self.all_layers(tokens, row_length) + self.head(tokens)
         spared = 2 * (self.mlp_weights + self.output_weights) / self.layers * (tokens - scored)
         return self.all_layers(tokens, row_length) - spared + self.head(scored)
 
     def of_pass(self, work: PassWork, row_length: int) -> float:
-        """A statistic's pass over rows of `row_length`; where it runs backwards, gradients of activations, and of the projections'
-        weights where it sums any. Those of adapters, a few in a hundred, are left out."""
+        """Count a statistic's pass over rows of `row_length`; where it runs backwards, gradients of activations, and of the
+        projections' weights where it sums any. Those of adapters, a few in a hundred, are left out."""
         layers, head = self.layers_of_pass(work, row_length), self.head(work.head_positions)
         return 3 * layers + 2 * head if work.backward else layers + head
 
     def layers_of_pass(self, work: PassWork, row_length: int) -> float:
-        """Operations of the layers in it, with the products of inputs that it sums up and what is fitted by them: of a pass forward
-        all of them, of one backwards a third, which with gradients of weights is the forward part."""
+        """Count the operations of the layers in a pass, with the products of inputs that it sums up and what is fitted by them:
+        of a pass forward all of them, of one backwards a third, which with gradients of weights is the forward part."""
         attention, mlp = self._attention(work.attention_tokens, row_length), 2 * self.mlp_weights * work.mlp_tokens
         layers = (attention + mlp) / self.layers
         products: float = 2 * self.input_squares * work.product_tokens
@@ -154,7 +140,8 @@ class Arithmetic:
         return layers + (products - unasked) / 3
 
     def _fit(self, share: float, held_tokens: int) -> float:
-        """Operations of fitting all last projections to that share of their inputs once, and of trying it on held-out tokens."""
+        """Count the operations of fitting all last projections to that share of their inputs once, and of trying it on held-out
+        tokens."""
         errors = 2 * self.hidden_size * self.input_widths * held_tokens
         right = 2 * self.hidden_size * share * (1 - share) * self.input_squares
         return errors + right + share**3 * self.input_cubes / 3 + 2 * self.hidden_size * share**2 * self.input_squares
@@ -166,11 +153,9 @@ class Arithmetic:
         return (2 * self.attention_weights + 4 * self.query_width * (row_length + 1) / 2) * tokens
 
     def all_layers(self, tokens: float, row_length: float) -> float:
-        """`tokens` in rows of `row_length`, through all layers at every position."""
+        """Count `tokens` in rows of `row_length` through all layers at every position."""
         return self._attention(tokens, row_length) + 2 * self.mlp_weights * tokens
 
-
-SAMPLED_ITEMS = 64  # per task, spread over its items
 
 # Rows and, per item with prefixes shared, tokens and scored positions by GPT-2's tokenizer.
 HUB_TASKS: dict[str, tuple[int, float, float]] = {
@@ -195,13 +180,12 @@ ENGLISH_GPT2_TOKENS = 99
 
 @dataclass(frozen=True)
 class ZeroShotTokens:
-    """What the items of a protocol forward, all slices together, and a sample of their rows."""
+    """Count of what the items of a protocol forward, all slices together."""
 
     items: int
     tokens: int
     scored: int  # positions whose logits are needed
     exact: bool  # counted, not estimated
-    rows: Rows | None = None  # of the sampled items
     longest_row: int | None = None  # tokens
 
     @property
@@ -211,24 +195,15 @@ class ZeroShotTokens:
 
 
 def suite_tokens(suite: ZeroShotSuite) -> ZeroShotTokens:
-    """Those of a suite, counted."""
-    by_task: dict[str, list[Item]] = {}
-    for item in suite.items:
-        by_task.setdefault(item.task, []).append(item)
-    sampled = [
-        items[int(index)]
-        for items in by_task.values()
-        for index in np.linspace(0, len(items) - 1, min(SAMPLED_ITEMS, len(items)))
-    ]
+    """Count what the items of `suite` forward."""
     rows = [row for index in range(suite.num_slices) for row in suite.rows_in_slice(index).all]
     lengths = [len(row.tokens) for row in rows]
     scored = sum(len(np.unique(row.scored)) for row in rows)
-    sample = plan_rows([item.requests for item in sampled])
-    return ZeroShotTokens(suite.num_items, sum(lengths), scored, True, sample, max(lengths))
+    return ZeroShotTokens(suite.num_items, sum(lengths), scored, exact=True, longest_row=max(lengths))
 
 
 def hub_tokens(tokenizer: PreTrainedTokenizerBase, protocol: EvaluationProtocol) -> ZeroShotTokens:
-    """Those of tasks of the hub, by the table. One that is not in it is taken for an average one of the seven."""
+    """Estimate what tasks of the hub forward, by the table. A task that is not in it is taken for an average one of the seven."""
     scale = tokens_per_gpt2_token(tokenizer)
     mean_rows, *means = (float(np.mean(column)) for column in zip(*HUB_TASKS.values(), strict=True))
     items = tokens = scored = 0.0
@@ -242,7 +217,7 @@ def hub_tokens(tokenizer: PreTrainedTokenizerBase, protocol: EvaluationProtocol)
 
 
 def tokens_per_gpt2_token(tokenizer: PreTrainedTokenizerBase) -> float:
-    """How many tokens of `tokenizer` make one of GPT-2's, on a few lines of English."""
+    """Return how many tokens of `tokenizer` make one of GPT-2's, on a few lines of English."""
     return len(tokenizer(ENGLISH, add_special_tokens=False)["input_ids"]) / ENGLISH_GPT2_TOKENS
 
 
@@ -274,7 +249,7 @@ def workload(
     store: ArtifactStore,
     model_fingerprint: str,
 ) -> Workload:
-    """Counts the tokens of the very items and text that the trials of `run` read; of the hub's, which are read once the search has
+    """Count the tokens of the very items and text that the trials of `run` read; of the hub's, which are read once the search has
     started, by a table. Raises UserError for what cannot be read, scored or embedded."""
     contents = Contents(run)
     kept, of_hub = KeptSuite(run, contents, config, model_fingerprint, store), task_source(run).kind == "hub"
@@ -299,8 +274,8 @@ def workload(
 
 
 def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[Any, ...]]:
-    """By stage of a recipe, what each configuration asks of it: tokens of its refit, and itself where it is trained or pruned in
-    several steps; 0: it is not, or its steps are those of one before it."""
+    """Return by stage of a recipe what each configuration asks of it: tokens of its refit, and itself where it is trained or
+    pruned in several steps; 0: it is not, or its steps are those of one before it."""
     first: dict[PruningConfig, PruningConfig] = {}  # what is done to the weights afterwards is no part of the steps
     for config in configs:
         first.setdefault(replace(config, compensation="none", recovery="none").canonical(), config)
@@ -315,289 +290,98 @@ def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[Any, .
 def passes_to_make(
     configs: Iterable[PruningConfig], run: ModelRun, model_fingerprint: str, device: str, store: ArtifactStore
 ) -> dict[Samples, tuple[Need, ...]]:
-    """What the statistics of `configs` lack in the cache of that kind of device (`devices.device_key`)."""
+    """Find what the statistics of `configs` lack in the cache of that kind of device (`devices.device_key`)."""
     cache = StatisticCache(run, model_fingerprint, device, store)
     missing = {samples: cache.missing(samples, needs) for samples, needs in by_samples(configs).items()}
     return {samples: needs for samples, needs in missing.items() if needs}
 
 
-SHORT_ROW = 32  # tokens; attention's share is small
-LONG_ROW = 512
-CALL_S = 0.025  # batches grow until a call takes this long
-LONGEST_CALL_S = 0.2  # what would take longer is not tried
-IN_PROPORTION = 0.75  # of a batch's growth, by which a GPU's call grows once it waits for work and not for launches
-HEAD_POSITIONS = 16  # at least at once: one alone reads all its weights for itself, as no pass does
-ENGINE_S = 0.1  # of zero-shot rows, plain ones and trees each
-BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of layers
-MEASURED_VOCABULARY = 32_768  # of a larger one this much; the head costs in proportion
 # Of the peak of a GPU that is not here: an H100 reached 0.37 to 0.5 of its data sheet's at the widths of 7B (docs/gpu.md).
 REACHED = 0.4
-TREES = 1.1  # seconds of the zero-shot engine over those of plain passes, there
+ROW = 128  # tokens of the rows by which a rate is measured
+CALL_S = 0.025  # batches grow until one takes so long; a GPU's are as large as those of an evaluation at once
+BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of the layers that are built for it
+MEASURED_VOCABULARY = 32_768  # of a larger one this much
 
 
 @dataclass(frozen=True)
 class SpeedRequest:
-    """What is to be measured; it can be pickled and sent to a worker."""
+    """Whose rate is to be measured; it can be pickled and sent to a worker."""
 
     config: PretrainedConfig
     dtype: str
     device: str  # cpu or cuda
     threads: int
-    longest_row: int  # tokens of the longest rows in the plan
-    rows: Rows | None = None  # of some zero-shot items
-    statistics: tuple[str, ...] = ("taylor",)  # with gradient passes
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds per token as a function of the row's length: attention makes it grow."""
+class Speed:
+    """The rate that one process reaches on one device."""
 
-    at_zero: float
-    slope: float  # seconds per token and token of the row
-
-    def __call__(self, row_length: float) -> float:
-        return self.at_zero + self.slope * row_length
-
-
-@dataclass(frozen=True)
-class DeviceSpeed:
-    """Seconds per token on one device by one process."""
-
-    forward: Line  # of all layers
-    gradient: Line  # forward and backward of all layers
-    head: float  # per scored position: logits and their log-softmax
-    head_gradient: float  # forward and backward
-    snapshots: Mapping[
-        str, float
-    ]  # by statistic with a gradient pass: seconds to read it out of the sums of gradients, once
-    engine: float  # seconds of the zero-shot engine over those of plain forward passes
-    forward_call: float = 0.0  # seconds of a call of all layers at least: on a GPU those of launching its kernels
-    gradient_call: float = 0.0
-    spread: float = 1.0  # of equal runs the slowest over the fastest, median of all measurements
+    flops: float  # floating-point operations per second
+    spread: float = 1.0  # of equal runs the slowest over the fastest
     load: Load = field(default_factory=Load)  # of the machine meanwhile
 
-    def shared_by(self, processes: int) -> DeviceSpeed:
-        """Of each of so many processes that take turns on the device; kernels each of them launches by itself."""
 
-        def line(of: Line) -> Line:
-            return Line(of.at_zero * processes, of.slope * processes)
-
-        return replace(
-            self,
-            forward=line(self.forward),
-            gradient=line(self.gradient),
-            head=self.head * processes,
-            head_gradient=self.head_gradient * processes,
-            snapshots={name: seconds * processes for name, seconds in self.snapshots.items()},
-        )
-
-
-def measure(request: SpeedRequest) -> DeviceSpeed:
-    """Measure on this machine. Takes a second or two; a 7B layer on a CPU some seconds more.
+def measure(request: SpeedRequest) -> Speed:
+    """Measure the rate of next-token losses on this machine, with a model of random weights that has the shapes of
+    `request.config`, or as many of its layers as are small. It takes about a second.
 
     Several threads are measured beside one alone, and what is faster counts: while other programs run, threads mostly wait
     for each other's turn, which says nothing of a search of hours.
     """
     threads, load = torch.get_num_threads(), machine.load()
-    speeds = []
     if request.device == "cuda":
         loading.set_up_gpu()
+    model = _random_model(request.config, getattr(torch, request.dtype), torch.device(request.device))
     try:
+        rates = []
         for count in sorted({1 if request.device == "cpu" else request.threads, request.threads}):
             torch.set_num_threads(count)
-            speeds.append(replace(_Bench(request).speed(), load=load))
+            rates.append(_rate(model))
     finally:
         torch.set_num_threads(threads)
-    return min(speeds, key=lambda speed: speed.forward(SHORT_ROW))
+    return replace(max(rates, key=lambda rate: rate.flops), load=load)
 
 
-def computed(card: Card, arithmetic: Arithmetic, dtype: str) -> DeviceSpeed | None:
-    """Of a GPU that is not here, by its peak in `dtype`; None where that is not known. Small models, which wait for launches of
-    kernels, are slower."""
-    if dtype not in card.peaks:
-        return None
-    operations = card.peaks[dtype] * REACHED
-    token, head = arithmetic.all_layers(1, 128) / operations, arithmetic.head(1) / operations
-    return DeviceSpeed(Line(token, 0.0), Line(3 * token, 0.0), head, 2 * head, {}, engine=TREES)
+def computed(card: Card, dtype: str) -> Speed | None:
+    """Compute the rate of a GPU that is not here from its peak in `dtype`; None where that is not known. Small models, which wait
+    for launches of kernels, are slower."""
+    return Speed(card.peaks[dtype] * REACHED) if dtype in card.peaks else None
 
 
-class _Bench:
-    def __init__(self, request: SpeedRequest) -> None:
-        config = request.config
-        self.request = request
-        self.device = torch.device(request.device)
-        self.family = family_of(config.model_type)
-        self.model = _random_model(config, getattr(torch, request.dtype), self.device)
-        # What was built, and how much more the model has of it.
-        asked = Arithmetic.of(loading.config_geometry(config)[1], config.vocab_size)
-        built = Arithmetic.of(read_geometry(self.model, self.family), self.model.config.vocab_size)
-        self.weights = asked.projection_weights / built.projection_weights
-        self.solves = asked.input_cubes / built.input_cubes
-        self.queries = asked.query_width / built.query_width
-        self.head_share = asked.head_weights / built.head_weights
-        self.batch_tokens = default_batch_tokens(self.model.config, request.device)
-        self.gradient_tokens = BATCH_TOKENS[request.device]
-        self.generator = torch.Generator().manual_seed(0)
-        self.spreads: list[float] = []
+def _rate(model: PreTrainedModel) -> Speed:
+    """Time a growing batch of rows until it takes CALL_S, and then three times."""
+    losses, device = NextTokenLosses(model), model.device.type
+    arithmetic = Arithmetic.of(read_geometry(model, family_of(model.config.model_type)), model.config.vocab_size)
+    most = max(1, default_batch_tokens(model.config, device) // ROW)
+    rows = most if device == "cuda" else 1
 
-    def speed(self) -> DeviceSpeed:
-        forward, forward_call = self._line(self._forward, self.batch_tokens), self._call(self._forward)
-        for layer in decoder_layers(self.model, self.family):
-            for linear in self.family.linears(layer).values():
-                linear.requires_grad_(True)
-        gradient, gradient_call = self._line(self._gradient, self.gradient_tokens), self._call(self._gradient)
-        self.model.requires_grad_(False)
-        head = self._steady(self._head, self.batch_tokens, HEAD_POSITIONS) * self.head_share
-        head_gradient = self._steady(self._head_gradient, self.gradient_tokens, HEAD_POSITIONS) * self.head_share
-        snapshots = {name: self._snapshot(name) for name in self.request.statistics}
-        engine = self._engine(forward, head)
-        spread = median(self.spreads or [1.0])
-        return DeviceSpeed(
-            forward, gradient, head, head_gradient, snapshots, engine, forward_call, gradient_call, spread
-        )
+    def seconds() -> float:
+        tokens = torch.randint(model.config.vocab_size, (rows, ROW), device=model.device)
+        _wait(device)
+        began, used = time.perf_counter(), time.process_time()
+        losses(tokens)
+        _wait(device)
+        passed, used = time.perf_counter() - began, time.process_time() - used
+        # On a CPU what the process waits for others is not its own: `load` tells of them.
+        return min(passed, used) if device == "cpu" else passed
 
-    def _snapshot(self, name: str) -> float:
-        """Of the statistic, with a pass over two tokens."""
-        window, statistic = self._tokens(1, 2), load_statistic(name)
-        needs = [Need(name, statistic.kinds[0], 1)]
-        run = self._warm(lambda: statistic.collect(self.model, self.family, window, needs))
-        return self._seconds(run) * (self.solves if statistic.solves else self.weights)
-
-    def _line(self, run: Callable[[int, int], Callable[[], object]], batch_tokens: int) -> Line:
-        """Seconds per token of all layers, from short and from long rows."""
-        short = self._steady(lambda rows: run(rows, SHORT_ROW), batch_tokens // SHORT_ROW) / SHORT_ROW
-        long_row = int(min(LONG_ROW, self.request.longest_row, LONGEST_CALL_S / short))
-        slope = 0.0
-        if long_row >= 4 * SHORT_ROW:
-            long = self._steady(lambda rows: run(rows, long_row), batch_tokens // long_row) / long_row
-            slope = max(0.0, long - short) / (long_row - SHORT_ROW)
-            slope = min(slope, short / (2 * SHORT_ROW))  # on a starved machine the line could fall below zero
-        return Line((short - slope * SHORT_ROW) * self.weights, slope * self.queries)
-
-    def _call(self, run: Callable[[int, int], Callable[[], object]]) -> float:
-        """Seconds of a call of all layers that has next to nothing to do; none on a CPU, which launches nothing."""
-        return self._least(self._warm(run(1, SHORT_ROW))) * self.weights if self.device.type == "cuda" else 0.0
-
-    def _warm(self, run: Callable[[], object]) -> Callable[[], object]:
-        """`run`, on a GPU once done: its first call for each shape loads kernels, which takes up to seconds and is no speed."""
-        if self.device.type == "cuda":
-            run()
-        return run
-
-    def _steady(self, make: Callable[[int], Callable[[], object]], most: int, count: int = 1) -> float:
-        """Seconds per unit of what `make(count)` runs, at the largest count from that up to `most` that stays short; on a GPU
-        also where a small count is not short, as long as a larger one takes hardly longer."""
-        count, before, smaller = min(count, most), math.inf, 0
-        while True:
-            run = self._warm(make(count))
-            seconds = self._seconds(run)
-            if CALL_S <= seconds <= LONGEST_CALL_S:  # a first call may wait for pages that later ones find
-                seconds = min(seconds, self._seconds(run))
-            in_proportion = bool(smaller) and seconds / before >= IN_PROPORTION * count / smaller
-            launching = self.device.type == "cuda" and not in_proportion
-            if count >= most or seconds > LONGEST_CALL_S or (seconds >= CALL_S and not launching):
-                break
-            before, smaller = seconds, count
-            count = min(most, count * (4 if launching or seconds < CALL_S / 4 else 2))
-        return (self._least(run) if seconds < 2 * CALL_S else seconds) / count
-
-    def _least(self, run: Callable[[], object]) -> float:
-        """Seconds of the fastest of three runs: other programs can only slow one down."""
-        seconds = [self._seconds(run) for _ in range(3)]
-        self.spreads.append(max(seconds) / min(seconds))
-        return min(seconds)
-
-    def _seconds(self, run: Callable[[], object]) -> float:
-        """Of one run; on CPUs, where one thread computes, without the time for which other programs had its CPU."""
-        self._wait()
-        started, used = time.perf_counter(), time.process_time()
-        run()
-        self._wait()
-        seconds, used = time.perf_counter() - started, time.process_time() - used
-        return min(seconds, used) if self.device.type == "cpu" else seconds
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _tokens(self, rows: int, length: int) -> torch.Tensor:
-        ids = torch.randint(self.model.config.vocab_size, (rows, length), generator=self.generator)
-        return ids.to(self.device)
-
-    def _forward(self, rows: int, length: int) -> Callable[[], object]:
-        ids = self._tokens(rows, length)
-
-        def run() -> None:
-            with torch.inference_mode():
-                self.model.base_model(input_ids=ids, use_cache=False)
-
-        return run
-
-    def _gradient(self, rows: int, length: int) -> Callable[[], object]:
-        ids = self._tokens(rows, length)
-
-        def run() -> None:
-            self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
-            self.model.zero_grad(set_to_none=True)
-
-        return run
-
-    def _head(self, positions: int) -> Callable[[], object]:
-        head, hidden, targets = Head(self.model), self._hidden(positions), self._tokens(1, positions)[0]
-
-        def run() -> None:
-            with torch.inference_mode():
-                token_log_probs(head(hidden), targets)
-
-        return run
-
-    def _head_gradient(self, positions: int) -> Callable[[], object]:
-        head, targets = Head(self.model), self._tokens(1, positions)[0]
-        hidden = self._hidden(positions).requires_grad_(True)
-
-        def run() -> None:
-            F.cross_entropy(head(hidden).float(), targets, reduction="sum").backward()
-
-        return run
-
-    def _hidden(self, positions: int) -> torch.Tensor:
-        hidden = torch.randn(positions, self.model.config.hidden_size, generator=self.generator)
-        return hidden.to(self.device, self.model.dtype)
-
-    def _engine(self, forward: Line, head: float) -> float:
-        """What padding, masks and laying out cost the zero-shot engine: its seconds over those of plain forward passes."""
-        sample = self.request.rows
-        if sample is None:
-            return 1.0
-        expected = measured = 0.0
-        affordable = int(ENGINE_S * self.weights / forward.at_zero)
-        for rows, trees in ((sample.plain, []), ([], sample.trees)):
-            whole: list[Row] = [*rows, *trees]
-            part = _part(whole, affordable, self.model.config.vocab_size)
-            if not part:
-                continue
-            tokens = sum(len(row.tokens) for row in part)
-            scored = sum(len(np.unique(row.scored)) for row in part)
-            layers = forward.at_zero / self.weights + forward.slope / self.queries * tokens / len(part)
-            planned = replace(sample, plain=part if rows else [], trees=part if trees else [])
-            took = self._least(self._warm(partial(score_planned, self.model, planned)))
-            share = sum(len(row.tokens) for row in whole) / tokens
-            expected += share * (tokens * layers + scored * head / self.head_share)
-            measured += share * took
-        return measured / expected if expected else 1.0
+    seconds()  # the first call sets up kernels
+    while seconds() < CALL_S and rows < most:
+        rows = min(most, 2 * rows)
+    times = [seconds() for _ in range(3)]
+    return Speed(arithmetic.forward(rows * ROW, ROW, rows * (ROW - 1)) / min(times), max(times) / min(times))
 
 
-def _part(rows: list[Any], most_tokens: int, vocab_size: int) -> list[Any]:
-    """The rows, or if they are too many those of middling length; with tokens below `vocab_size`."""
-    part = sorted(rows, key=lambda row: -len(row.tokens))
-    while part and sum(len(row.tokens) for row in part) > most_tokens:
-        part = part[len(part) // 4 + 1 : len(part) - len(part) // 4]
-    return [replace(row, tokens=row.tokens % vocab_size, targets=row.targets % vocab_size) for row in part]
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model of that config's shapes, reduced until its layers fit into BUILT_BYTES, with one matrix for embedding and
-    head."""
+    """Make a model of that config's shapes, reduced until its layers fit into BUILT_BYTES, with one matrix for embedding and
+    head. Where not even one layer does (7B on a CPU), it has fewer heads and channels in the same proportions."""
     config = copy.deepcopy(config)
     room = BUILT_BYTES[device.type]
     while (layer_bytes := _layer_bytes(config, dtype)) > room and config.num_key_value_heads % 2 == 0:
@@ -630,6 +414,8 @@ INLINE_START_S = 1.0  # without Ray: what the plan has not imported
 DISK_BYTES_PER_S = 1e9  # weights and hidden states, from and to a local disk or its cache
 # Gradients by layer over those of the whole model, as the forward pass is made twice: 1.21 to 1.36 where it was measured.
 BY_LAYER = 1.3
+# Seconds of zero-shot rows, with their padding, masks and trees, over those of windows: 7B on an H100, small models on CPUs.
+ZERO_SHOT = {"cpu": 1.3, "cuda": 1.1}
 HOST_BYTES_PER_S = 1e10  # hidden states, between a GPU and host memory
 SUITE_S = 3.0  # importing lm-eval
 SUITE_S_PER_ITEM = 0.8e-3  # rendering and tokenising
@@ -641,22 +427,21 @@ PRUNING_BYTES_PER_S = {"cpu": 5e8, "cuda": 1e11}
 # Weights of the layers from which on one trial fills a GPU: several at once take turns. A model of 3B parameters has so many.
 FILLS_GPU = 2.5e9
 
-# What the rates and constants may be off by: searches of the embedded models on two-core machines took 0.65 to 1.47 of the
-# predicted wall time.
-FASTER, SLOWER = 0.65, 1.5
+# What the rates and constants may be off by.
+FASTER, SLOWER = 0.65, 1.8
 
 Seconds = dict[str, float]  # by stage
 
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What a plan still has to do for one model."""
+    """The work of a plan that is still to be done for one model."""
 
     label: str
     arithmetic: Arithmetic
     device: str  # cpu or cuda
     weight_bytes: int
-    speed: DeviceSpeed
+    speed: Speed
     passes: Mapping[Samples, Sequence[Need]]  # what is not cached
     baseline: bool  # whether the dense model is still to be measured
     trials: int
@@ -680,6 +465,10 @@ class StageCost:
     tokens: int
     flops: float
     seconds: float  # of one worker
+
+    def times(self, count: int) -> StageCost:
+        """The stage done so many times."""
+        return StageCost(self.stage, count * self.runs, count * self.tokens, count * self.flops, count * self.seconds)
 
 
 @dataclass(frozen=True)
@@ -712,21 +501,8 @@ class CostEstimate:
         return self.wall_seconds * self.slowdown[0], self.wall_seconds * self.slowdown[1]
 
     def stages(self) -> tuple[StageCost, ...]:
-        """Summed over models."""
-        every = [stage for model in self.models for stage in model.stages]
-        result = []
-        for name in in_order(stage.stage for stage in every):
-            parts = [stage for stage in every if stage.stage == name]
-            result.append(
-                StageCost(
-                    name,
-                    sum(part.runs for part in parts),
-                    sum(part.tokens for part in parts),
-                    sum(part.flops for part in parts),
-                    sum(part.seconds for part in parts),
-                )
-            )
-        return tuple(result)
+        """Sum the stages of all models up, by name."""
+        return _summed(stage for model in self.models for stage in model.stages)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for cost.json."""
@@ -754,11 +530,14 @@ def estimate(
     cpus: float = 1.0,
     start_s: float = WORKER_START_S,
 ) -> CostEstimate:
-    """The cost of `works` on `slots` workers with `gpus` and `cpus` each, which take `start_s` to start. Workers that share a GPU
-    run at full speed beside each other while one alone does not fill it (FILLS_GPU).
-    `statistics_in_trials`: passes are made by the first trial that needs them instead of by jobs before."""
+    """Estimate the cost of `works` on `slots` workers with `gpus` and `cpus` each, which take `start_s` to start. Workers that
+    share a GPU run at full speed beside each other while one alone does not fill it (FILLS_GPU). `statistics_in_trials`: passes
+    are made by the first trial that needs them instead of by jobs before."""
     sharing = min(slots, round(1 / gpus)) if 0 < gpus < 1 else 1
-    works = [replace(work, speed=work.speed.shared_by(sharing)) if _fills_gpu(work) else work for work in works]
+    works = [
+        replace(work, speed=replace(work.speed, flops=work.speed.flops / sharing)) if _fills_gpu(work) else work
+        for work in works
+    ]
     models = tuple(_model(work, statistics_in_trials) for work in works)
     durations: list[float] = []
     for model in models:
@@ -776,23 +555,20 @@ def _fills_gpu(work: ModelWork) -> bool:
 
 
 def _slowdown(work: ModelWork, slots: int, cpus: float, gpus: float) -> float:
-    """How much longer than predicted a worker may take that shares its device with the others and with what else ran then."""
+    """Return how much longer than predicted a worker may take that shares its device with the others and with what else ran
+    when it was measured."""
     speed = work.speed
-    if _fills_gpu(work):
-        shared = speed.spread  # they wait for each other, and that is predicted
-    elif gpus > 0:
-        shared = speed.spread * min(
-            slots, round(1 / min(1.0, gpus))
-        )  # the trials of one GPU may each wait for all others
-    else:
-        trials = min(slots, math.floor(speed.load.cpus / cpus))  # on the machine that was measured
-        # What runs beside them is also why equal runs of the measurement differed: not counted twice.
-        shared = max(speed.spread, (speed.load.average + trials * max(1, int(cpus))) / speed.load.cpus)
-    return SLOWER * shared
+    if _fills_gpu(work):  # that they wait for each other is predicted
+        return SLOWER * speed.spread
+    if gpus > 0:  # the trials of one GPU may each wait for all others
+        return SLOWER * speed.spread * min(slots, round(1 / min(1.0, gpus)))
+    trials = min(slots, math.floor(speed.load.cpus / cpus))  # on the machine that was measured
+    # What runs beside them is also why equal runs of the measurement differed: not counted twice.
+    return SLOWER * max(speed.spread, (speed.load.average + trials * max(1, int(cpus))) / speed.load.cpus)
 
 
 def _dealt_out(durations: Iterable[float], slots: int) -> float:
-    """When the last of `slots` workers is done, each taking the next piece as soon as it is free."""
+    """Return when the last of `slots` workers is done, each taking the next piece as soon as it is free."""
     free = [0.0] * slots
     for duration in durations:
         heapq.heapreplace(free, free[0] + duration)
@@ -800,86 +576,92 @@ def _dealt_out(durations: Iterable[float], slots: int) -> float:
 
 
 def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
-    passes = {samples: _passes(work, samples.seq_len, shared) for samples, shared in work.passes.items()}
-    dense = {stage.stage: stage for stage in _evaluation(work, 0)}
-    states = dense.pop("kl")
-    pruned = {stage.stage: stage for stage in _evaluation(work, work.removed_params)}
-    loading = 0.0 if work.way.streamed else work.weight_bytes / DISK_BYTES_PER_S
-    # Requests that have been counted are in the cache.
-    suite = 0.0 if work.zero_shot.exact else SUITE_S + SUITE_S_PER_ITEM * work.zero_shot.items
-    jobs: dict[Samples | None, Seconds] = {}
+    states, *dense = _evaluation(work, 0)
+    jobs: dict[Samples | None, list[StageCost]] = {}
+    trials: list[StageCost] = []  # of all of them together
     if work.baseline:
-        jobs[None] = {name: stage.seconds for name, stage in dense.items()}
-        jobs[None]["zero_shot"] += suite + loading
-    trial = {name: stage.seconds for name, stage in pruned.items()}
-    trial["pruning"] = PRUNING_S
+        # Requests that have been counted are in the cache.
+        suite = 0.0 if work.zero_shot.exact else SUITE_S + SUITE_S_PER_ITEM * work.zero_shot.items
+        loading = 0.0 if work.way.streamed else work.weight_bytes / DISK_BYTES_PER_S
+        perplexity, zero_shot = dense
+        jobs[None] = [perplexity, replace(zero_shot, seconds=zero_shot.seconds + suite + loading)]
+    for samples, needs in work.passes.items():
+        passes = _passes(work, samples.seq_len, needs)
+        if statistics_in_trials:
+            trials += passes
+        else:
+            jobs[samples] = passes
+    if work.trials:
+        pruning = StageCost("pruning", 1, 0, 0.0, _cutting_s(work))
+        trials += [stage.times(work.trials) for stage in (pruning, *_evaluation(work, work.removed_params))]
+        trials += [_step(work, name, amounts) for name, amounts in work.recipes.items() if any(amounts)]
+        if work.baseline:  # the first trial makes the dense model's hidden states
+            trials.append(states)
+    everything = [*(stage for stages in jobs.values() for stage in stages), *trials]
+    usual = [StageCost(name, 0, 0, 0.0, 0.0) for name in MODEL_STAGES if name not in RECIPE_STAGES]
+    return ModelCost(
+        work.label,
+        _summed([*everything, *usual]),
+        {samples: _seconds(stages) for samples, stages in jobs.items()},
+        {name: seconds / work.trials for name, seconds in _seconds(trials).items()},
+        work.trials,
+    )
+
+
+def _summed(stages: Iterable[StageCost]) -> tuple[StageCost, ...]:
+    """Sum up stages of one name, in the order in which they follow in a trial."""
+    sums: dict[str, StageCost] = {}
+    for one in stages:
+        known = sums.get(one.stage, StageCost(one.stage, 0, 0, 0.0, 0.0))
+        sums[one.stage] = StageCost(
+            one.stage,
+            known.runs + one.runs,
+            known.tokens + one.tokens,
+            known.flops + one.flops,
+            known.seconds + one.seconds,
+        )
+    return tuple(sums[name] for name in in_order(sums))
+
+
+def _seconds(stages: Iterable[StageCost]) -> Seconds:
+    return {stage.stage: stage.seconds for stage in _summed(stages)}
+
+
+def _cutting_s(work: ModelWork) -> float:
+    """Return the seconds in which one pruned copy is made: read, sliced, or cut when its layers are brought."""
     if work.way.pruned_whole:
-        trial["pruning"] += work.weight_bytes / DISK_BYTES_PER_S
-    elif not work.way.streamed:
-        trial["pruning"] += work.weight_bytes / PRUNING_BYTES_PER_S[work.device]
-    for samples, parts in passes.items():
-        if not statistics_in_trials:
-            jobs[samples] = {stage.stage: stage.seconds for stage in parts}
-        elif work.trials:
-            for stage in parts:
-                trial[stage.stage] = trial.get(stage.stage, 0.0) + stage.seconds / work.trials
-    if work.baseline and work.trials:  # nothing was measured yet: the first trial makes them
-        trial["kl"] += states.seconds / work.trials
-    made = [stage for parts in passes.values() for stage in parts]
-    for name, amounts in work.recipes.items():
-        if any(amounts) and work.trials:
-            made.append(step := _step(work, name, amounts))
-            trial[name] = step.seconds / work.trials
-    made += [states] * (work.baseline and work.trials > 0)
-    runs = [*[pruned] * work.trials, *[dense] * work.baseline]
-    stages = []
-    for name in in_order([*(stage.stage for stage in made), *MODEL_STAGES]):
-        parts = [stage for stage in made if stage.stage == name] + [run[name] for run in runs if name in run]
-        if name in RECIPE_STAGES and not parts:
-            continue
-        seconds = sum(part.seconds for part in parts)
-        count = sum(part.runs for part in parts)
-        if name == "pruning":
-            count, seconds = work.trials, trial["pruning"] * work.trials
-        if name == "zero_shot" and work.baseline:
-            seconds += suite + loading
-        stages.append(StageCost(name, count, sum(p.tokens for p in parts), sum(p.flops for p in parts), seconds))
-    return ModelCost(work.label, tuple(stages), jobs, trial, work.trials)
+        return PRUNING_S + work.weight_bytes / DISK_BYTES_PER_S
+    return PRUNING_S + (0.0 if work.way.streamed else work.weight_bytes / PRUNING_BYTES_PER_S[work.device])
 
 
 def _passes(work: ModelWork, seq_len: int, needs: Sequence[Need]) -> list[StageCost]:
-    """The pass of each statistic at one seq_len."""
+    """Count the pass of each statistic at one seq_len."""
     stages = []
     for name, wanted in by_statistic(needs).items():
         statistic = load_statistic(name)
         todo = statistic.work(wanted, seq_len, work.arithmetic.layers, work.device)
-        stages.append(_pass(work, statistic.stage, todo, seq_len, work.speed.snapshots.get(name, 0.0)))
+        # The Cholesky factor and the inverse of what each projection was given, where a statistic solves by it.
+        solved = 2.0 * work.arithmetic.input_cubes * todo.snapshots if statistic.solves else 0.0
+        stages.append(_pass(work, statistic.stage, todo, seq_len, solved))
     return stages
 
 
-def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: float = 0.0) -> StageCost:
-    """One pass; `snapshot`: seconds in which its sums are read out once."""
+def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, solved: float = 0.0) -> StageCost:
+    """Count one pass; `solved`: operations besides, which are not matrix products of the model."""
     if (todo.of_copy or todo.adapter_rank) and work.way.pruned_whole:  # the copy is there (Recipe.to_train)
         work = replace(work, way=replace(work.way, from_files=False, pruned_whole=False, gradients_by_layer=True))
-    speed, arithmetic = work.speed, work.arithmetic
-    tokens = arithmetic.layers_of_pass(todo, seq_len) / arithmetic.all_layers(1, seq_len)
-    rate, head, call = speed.forward, speed.head, speed.forward_call
-    if todo.backward:
-        rate, head, call = speed.gradient, speed.head_gradient, speed.gradient_call
-        if todo.adapter_rank and not work.way.by_layer:
-            call = 0.0  # a step of a training is launched as one
-    calls = (todo.attention_tokens + todo.mlp_tokens) / (2 * arithmetic.layers * todo.batch_tokens)
-    seconds = max(tokens * rate(seq_len), calls * call)
-    seconds += todo.head_positions * head + todo.snapshots * snapshot
+    flops = work.arithmetic.of_pass(todo, seq_len)
+    seconds = (flops + solved) / work.speed.flops
     if todo.backward and work.way.by_layer:
         seconds = BY_LAYER * seconds + _waiting_s(work, todo)
     if work.way.streamed:
         seconds += 2 * _reading_s(work) if todo.backward else _reading_s(work, todo.tokens)
-    return StageCost(stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds)
+    return StageCost(stage, 1, todo.tokens, flops, seconds)
 
 
 def _step(work: ModelWork, stage: str, amounts: Sequence[Any]) -> StageCost:
-    """A step of the recipes of all trials; of a search that visits only some configurations as many as fall on them on average."""
+    """Count a step of the recipes of all trials; of a search that visits only some configurations as many as fall on them on
+    average."""
     layers, share = work.arithmetic.layers, work.trials / len(amounts)
 
     def passes(amount: Any) -> Sequence[PassWork]:
@@ -908,47 +690,47 @@ def _step(work: ModelWork, stage: str, amounts: Sequence[Any]) -> StageCost:
 
 
 def _waiting_s(work: ModelWork, todo: PassWork) -> float:
-    """Seconds in which hidden states that are not on the device come and go: for every layer a token's are read and written
-    forward; backward they are read again, and their gradient is read and written."""
-    rates = {"device": math.inf, "host": HOST_BYTES_PER_S, "file": DISK_BYTES_PER_S}
-    return 5 * todo.attention_tokens * work.state_bytes / rates[work.way.states]
+    """Return the seconds in which hidden states that are not on the device come and go: for every layer a token's are read and
+    written forward; backward they are read again, and their gradient is read and written."""
+    if work.way.states == "device" or (work.way.states == "host" and work.device == "cpu"):
+        return 0.0
+    rate = DISK_BYTES_PER_S if work.way.states == "file" else HOST_BYTES_PER_S
+    return 5 * todo.attention_tokens * work.state_bytes / rate
 
 
-def _reading_s(work: ModelWork, tokens: int = 0, parts: int = 1, block_tokens: int = BLOCK_TOKENS) -> float:
-    """Seconds in which weights come from their files for a pass over so many tokens, which go through the layers in blocks, no
-    fewer than `parts`."""
-    return max(parts, math.ceil(tokens / block_tokens)) * work.weight_bytes / DISK_BYTES_PER_S
+def _reading_s(work: ModelWork, tokens: int = 0, parts: int = 1) -> float:
+    """Return the seconds in which weights come from their files for a pass over so many tokens, which go through the layers in
+    blocks, no fewer than `parts`."""
+    return max(parts, math.ceil(tokens / BLOCK_TOKENS)) * work.weight_bytes / DISK_BYTES_PER_S
 
 
 def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
-    """KL, perplexity and zero-shot of one model of which `removed_params` are gone; of the dense one KL is the pass for the hidden
-    states that every trial's KL reads."""
+    """Count KL, perplexity and zero-shot of one model of which `removed_params` are gone; of the dense one KL is the pass for the
+    hidden states that every trial's KL reads."""
     arithmetic = work.arithmetic.pruned(removed_params)
-    brought = work.way.streamed and not (work.way.pruned_whole and removed_params)
     tokens, window = work.perplexity_tokens, min(work.perplexity_window, work.perplexity_tokens)
-    zero_shot, speed = work.zero_shot, work.speed
-
-    def seconds(count: int, row_length: float, scored: int) -> float:
-        share = arithmetic.all_layers(count, row_length) / work.arithmetic.all_layers(count, row_length)
-        return count * share * speed.forward(row_length) + scored * speed.head
-
+    zero_shot = work.zero_shot
     compared = compared_tokens(tokens, TEXT_TOKENS) + compared_tokens(zero_shot.tokens, TASK_TOKENS)
     heads = 2 * compared if removed_params else 0
-    reading = [0.0, 0.0, 0.0]
-    if brought:
-        read = partial(_reading_s, work, block_tokens=work.way.at_once(BLOCK_TOKENS))
-        reading = [read(tokens), read(zero_shot.tokens, work.slices), read(compared)]
-    layers = arithmetic.all_layers(compared, window)
+    brought = work.way.streamed and not (work.way.pruned_whole and removed_params)
+
+    def read(count: int, parts: int = 1) -> float:
+        return _reading_s(work, count, parts) if brought else 0.0
+
+    flops = {
+        "kl": arithmetic.all_layers(compared, window) + arithmetic.head(heads),
+        "perplexity": arithmetic.forward(tokens, window),
+        "zero_shot": arithmetic.forward(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
+    }
+    seconds = {stage: count / work.speed.flops for stage, count in flops.items()}
     return [
-        StageCost("kl", 1, compared, layers + arithmetic.head(heads), reading[2] + seconds(compared, window, heads)),
-        StageCost(
-            "perplexity", 1, tokens, arithmetic.forward(tokens, window), reading[0] + seconds(tokens, window, tokens)
-        ),
+        StageCost("kl", 1, compared, flops["kl"], read(compared) + seconds["kl"]),
+        StageCost("perplexity", 1, tokens, flops["perplexity"], read(tokens) + seconds["perplexity"]),
         StageCost(
             "zero_shot",
             1,
             zero_shot.tokens,
-            arithmetic.forward(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
-            reading[1] + speed.engine * seconds(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
+            flops["zero_shot"],
+            read(zero_shot.tokens, work.slices) + ZERO_SHOT[work.device] * seconds["zero_shot"],
         ),
     ]

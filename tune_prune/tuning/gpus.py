@@ -76,7 +76,7 @@ CARDS = tuple(
 
 
 def parse_card(text: str) -> Card:
-    """The GPU of a name such as "RTX 4090", h100 or 2x4090, or of an amount of memory such as 24GB, of unknown speed.
+    """Find the GPU of a name such as "RTX 4090", h100 or 2x4090, or of an amount of memory such as 24GB, of unknown speed.
 
     Raises ValueError for any other text.
     """
@@ -98,13 +98,13 @@ def parse_card(text: str) -> Card:
 
 
 def _letters(name: str) -> str:
-    """What tells kinds apart, however they are written: "NVIDIA GeForce RTX 4090" is 4090."""
+    """Reduce a name to what tells kinds apart: "NVIDIA GeForce RTX 4090" is 4090."""
     found = re.sub(r"nvidia|geforce|rtx|tesla|[^a-z0-9]", "", name.lower())
     return {"a100": "a10080gb", "h10080gb": "h100"}.get(found, found)
 
 
 def visible_gpus() -> list[Gpu]:
-    """Every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends:
+    """List every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends:
     `call(visible_gpus)` leaves none behind."""
     import torch  # here: flags are read without it
 
@@ -123,7 +123,8 @@ Result = TypeVar("Result")
 
 
 def call(function: Callable[..., Result], *arguments: Any) -> Result:
-    """`function(*arguments)`; both can be pickled. Raises what it raises, and MachineError where its process dies.
+    """Return what `function(*arguments)` gives in a process of its own; function, arguments and result can be pickled. Raises what
+    it raises, and MachineError where its process dies.
 
     Not by multiprocessing, which would run the main module of whoever calls once more.
     """
@@ -144,7 +145,8 @@ def call(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def _serve() -> None:
-    """The other side: the call comes in on standard input, what it gives or raises goes out on standard output, alone."""
+    """Do the call in the process of its own: it comes in on standard input, what it gives or raises goes out on standard
+    output, alone."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     gc.disable()  # what is imported now, torch perhaps, stays to the end: to look through it for garbage takes a second

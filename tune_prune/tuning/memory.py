@@ -1,22 +1,22 @@
-"""What a trial takes in each way to hold its model (tuning.memory has the formulas), and which way fits what there is.
-
-Peak memory of a trial, stage by stage, from the shapes of its model and of its batches, for each way to hold a model.
+"""Peak memory of a trial, stage by stage, from the shapes of its model and of its batches, and the way to hold the model that fits.
 
 A worker holds the dense model all the time, unless its weights stay in their files. Beside it a stage takes:
 
     gradients       float32 sums of the projections' gradients, twice where a snapshot falls inside a batch; what every layer
                     saves for its backward pass; and a part of the logits with what their log-softmax leaves
       by layer      sums of one layer, what one layer saves, and, until the pass has come back to it, what every layer was
-                    given: hidden states of all samples, on the device, in host memory or in a file
+                    given: hidden states of all samples, in host memory or in a file
       kfac          in place of these sums products of the inputs of every layer's last projections; what solving by them takes
+      steps, recovery   those of a pruned copy, which is beside the dense model, with its adapters
     other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
-      steps         those of a pruned copy, which is beside the dense model
-      recovery      gradients of the pruned copy, which is beside the dense model, and its adapters
       refit         beside these the sums of products of one layer's inputs, and what solving by them takes
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows (for KL too) or zero-shot rows
     streamed        the layer of the moment and the next, or what stands before or behind the layers; the hidden states that
                     wait between two layers, and the masks of zero-shot rows; or, of a pruned copy, all its weights
+
+What a statistic adds it says itself (`PassWork`). The formulas were held to what an H100 took (docs/studies/h100) and to what torch
+allocates on a CPU. Where they are wrong nevertheless, a stage is tried again with less (trial.fallback).
 
 Saved per token and layer under sdpa attention, with H hidden size, Q width of the query heads, M channels: inputs of the
 projections 2 H + Q + M, queries, keys, values and output of the kernel 4 Q, the MLP's inner products 3 M, and the float32
@@ -29,7 +29,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -52,10 +53,23 @@ from tune_prune.models.runner.spread import layers_on
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork, by_statistic, load_statistic
-from tune_prune.pruning.statistics.kfac import AT_ONCE
 from tune_prune.trial.iteration import works_of
 from tune_prune.trial.statistics import by_samples
 from tune_prune.tuning.cost import Workload
+
+# A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval, Ray; on a GPU the CUDA context.
+PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
+GRAPH_BYTES = {"cpu": 0, "cuda": 64 * 2**20}  # more of one that trains: cuBLAS's on the stream of CUDA graphs
+INLINE_BYTES = {"cpu": 200 * 2**20, "cuda": 0}  # more of one that also plans and reports
+SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
+SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
+FLOAT32 = 4
+# What an allocator holds over what is counted of a gradient pass through the whole model: on a CPU 0.97 to 1.26 (24 processes).
+FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
+# Of all other stages, whose tensors come and go a layer or a part of the logits at a time: a share of them, up to so many bytes.
+# C libraries keep small freed blocks: up to 1.9 times a small model's tensors (50 processes), of Llama-3-8B, streamed, 0.6 GiB.
+KEPT = {"cpu": (2.0, 640 * 2**20), "cuda": (0.2, sys.maxsize)}
+SOLVED_AT_ONCE = 256  # columns of an inverse, by kfac
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The peak, where the model is computed with."""
+        """Bytes of the peak, where the model is computed with."""
         return self.peak(self.largest)
 
     def peak(self, stage: StageMemory) -> int:
@@ -96,7 +110,7 @@ class MemoryPlan:
 
     @property
     def away(self) -> int:
-        """Hidden states that are elsewhere, at most."""
+        """Bytes of hidden states that are elsewhere, at most."""
         return max(stage.away for stage in self.stages)
 
     def fits(self, bounds: Bounds) -> bool:
@@ -108,7 +122,8 @@ Bounds = Mapping[Place, int]
 
 
 def on_this_machine(trials: int = 1) -> dict[Place, int]:
-    """What each of so many trials may take where hidden states can wait, besides the device; on CPUs that is "host" too."""
+    """Return the bytes that each of so many trials may take where hidden states can wait, besides the device; on CPUs that is
+    "host" too."""
     return {
         "host": machine.memory().available // trials,
         "file": 0
@@ -118,33 +133,26 @@ def on_this_machine(trials: int = 1) -> dict[Place, int]:
 
 
 def choose(ways: Sequence[MemoryPlan], bounds: Bounds) -> MemoryPlan:
-    """The first of `ways` that fits, else the one that takes least where it computes."""
+    """Choose the first of `ways` that fits, else the one that takes least where it computes."""
     leanest = min(reversed(ways), key=lambda plan: plan.total)  # of equal ones that with states in a file
     return next((plan for plan in ways if plan.fits(bounds)), leanest)
 
 
 def choose_within(
-    ways: Sequence[MemoryPlan],
-    bounds: Bounds,
-    limit: int | None,
-    what: str,
-    folder: str = "",
-    others: Sequence[MemoryPlan] = (),
-    step: str = "",
+    ways: Sequence[MemoryPlan], bounds: Bounds, limit: int | None, what: str, folder: str = ""
 ) -> MemoryPlan:
-    """The same, where `limit` bytes of the device were allowed by hand (None: as the bounds say). Raises UserError where `what`
-    needs more than that in its leanest way, or has no place for its hidden states; `folder`: what holds them in a file; `others`,
-    `step`: as `advised` takes them."""
+    """Choose one of `ways`, where `limit` bytes of the device were allowed by hand (None: as the bounds say). Raises UserError
+    where `what` needs more than that in its leanest way, or has no place for its hidden states; `folder`: what holds them in a
+    file."""
     if limit is not None:
         bounds = {**bounds, "device": min(limit, bounds.get("device", limit))}
     plan = choose(ways, bounds)
     if limit is not None and plan.total > limit:
-        error = TooLittleMemory(
+        raise TooLittleMemory(
             f"--memory is {size(limit)}, but {what} needs {size(plan.total)} in its leanest way ({plan.way}; the most in its stage "
             f"{plan.largest.stage}); ",
             f"use --memory {at_least(plan.total)} or more, or a smaller model",
         )
-        raise advised(error, ways, others, step, bounds)
     if plan.total <= bounds.get("device", plan.total) and not plan.fits(bounds):
         raise UserError(
             f"{what} fits into memory only layer by layer, with a file of {size(plan.away)} in "
@@ -154,35 +162,20 @@ def choose_within(
     return plan
 
 
-def advised(
-    error: TooLittleMemory, ways: Sequence[MemoryPlan], others: Sequence[MemoryPlan], step: str, bounds: Bounds
-) -> UserError:
-    """The error; where none of `ways` fits but one of `others`, which `step` opens, one whose advice begins with that."""
-    if not step or any(way.fits(bounds) for way in ways) or not any(way.fits(bounds) for way in others):
-        return error
-    return UserError(f"{error.fact}{step}, or {error.step}")
-
-
-# A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval, Ray; on a GPU the CUDA context.
-PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
-GRAPH_BYTES = {"cpu": 0, "cuda": 64 * 2**20}  # more of one that trains: cuBLAS's on the stream of CUDA graphs
-INLINE_BYTES = {"cpu": 200 * 2**20, "cuda": 0}  # more of one that also plans and reports
-SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
-SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
-FLOAT32 = 4
-# What an allocator holds over what is counted of a gradient pass through the whole model: on a CPU 0.97 to 1.26 (24 processes).
-FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
-# Of all other stages, whose tensors come and go a layer or a part of the logits at a time: a share of them, up to so many bytes.
-# C libraries keep small freed blocks: up to 1.9 times a small model's tensors (50 processes), of Llama-3-8B, streamed, 0.6 GiB.
-KEPT = {"cpu": (2.0, 640 * 2**20), "cuda": (0.2, sys.maxsize)}
-# Of what an evaluation does at once, before a leaner way is planned: a window, or 1,024 tokens of a 7B model's rows. A CPU's
-# batches are small anyway, and fewer zero-shot rows round otherwise: there no bit shall depend on what is free.
-MOST_HALVINGS = {"cpu": 0, "cuda": 3}
+@contextmanager
+def advising(step: str) -> Iterator[None]:
+    """Begin the advice of an error of too little memory with `step`, which opens leaner ways; "": there are none."""
+    try:
+        yield
+    except TooLittleMemory as error:
+        if not step:
+            raise
+        raise UserError(f"{error.fact}{step}, or {error.step}") from None
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a model, with what its batches are on `device` ("cpu" or "cuda") in weights of `itemsize` bytes."""
+    """The shapes of a model and of its batches on `device` ("cpu" or "cuda"), in weights of `itemsize` bytes."""
 
     geometry: Geometry
     config: PretrainedConfig
@@ -197,28 +190,22 @@ class Shapes:
         from_files: bool = True,
         removed_params: int | None = 0,
     ) -> list[MemoryPlan]:
-        """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
-        `from_files`: whether weights can stay in their files; `removed_params`: of a copy that is trained; None: there is none."""
-        projections, backward = self.geometry.layer_params, any(work.backward for _, work in passes)
+        """Plan a trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
+
+        `from_files`: whether weights can stay in their files; `removed_params`: of a copy that is made; None: there is none."""
+        backward = any(work.backward for _, work in passes)
         process = PROCESS_BYTES[self.device] + any(work.adapter_rank for _, work in passes) * GRAPH_BYTES[self.device]
         # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
-        weights = (self.geometry.total_params - sum(projections) + self._on_one(projections)) * self.itemsize
-        found: list[MemoryPlan] = []
+        outside = self.geometry.total_params - sum(self.geometry.layer_params)
+        weights = (outside + self._on_one(self.geometry.layer_params)) * self.itemsize
+        plans = []
         for way in WAYS:
-            there = from_files and self.gpus == 1 if way.from_files else backward
-            if way != RESIDENT and (not there or (way.states == "host" and self.device == "cpu")):
-                continue
-            if way.pruned_whole and removed_params is None:
-                continue
-            held, taken = 0 if way.from_files else weights, self._passes(passes, way, removed_params or 0)
-            # Smaller blocks of states mean that all weights are read more often: last of all.
-            again = way.from_files and not way.pruned_whole and way.states != "file"
-            for halvings in range(1 if again else MOST_HALVINGS[self.device] + 1):
-                less = replace(way, halvings=halvings)
-                plan = MemoryPlan(replace(less, gpus=self.gpus), process, held, (*taken, *evaluation(less)))
-                if halvings == 0 or plan.total < found[-1].total:  # else another stage takes the most
-                    found.append(plan)
-        return found
+            possible = from_files and self.gpus == 1 if way.from_files else backward or way == RESIDENT
+            if possible and not (way.pruned_whole and removed_params is None):
+                stages = *self._passes(passes, way, removed_params or 0), *evaluation(way)
+                held = 0 if way.from_files else weights
+                plans.append(MemoryPlan(replace(way, gpus=self.gpus), process, held, stages))
+        return plans
 
     def evaluation(
         self,
@@ -229,83 +216,87 @@ class Shapes:
         row_tokens: int = sys.maxsize,
         way: Residency = RESIDENT,
     ) -> tuple[StageMemory, ...]:
-        """Pruning and what follows; or, where `removed_params` is None, measuring the model itself.
+        """Plan pruning and what follows; or, where `removed_params` is None, measuring the model itself.
 
         `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the longest zero-shot item;
         `row_tokens`: of all of them."""
-        vocab, device, config = self.config.vocab_size, self.device, self.config
-        positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
+        vocab, config, device, item = self.config.vocab_size, self.config, self.device, self.itemsize
         at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time
-        logits = min(positions, at_once) * vocab * (self.itemsize % FLOAT32 + 2 * FLOAT32)
-        perplexity = positions * self._inner(window), logits + self._head_inputs(positions)
-        tokens = max(way.at_once(default_batch_tokens(config, device)), longest_row)
+        # Bytes of each stage's batch in the layers, and behind them.
+        positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
+        logits = min(positions, at_once) * vocab * (item % FLOAT32 + 2 * FLOAT32)
+        perplexity = positions * self._inside(window), logits + self._head_inputs(positions)
+        tokens = max(default_batch_tokens(config, device), longest_row)
         scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
-        masks = tokens * longest_row * (8 + 4 + self.itemsize)  # made from distances in int64
-        logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
-        scores = FLOAT32 * logits + self.itemsize * (logits if device == "cuda" else scored * vocab)
-        zero_shot = tokens * self._inner(longest_row) + masks, scores + masks + self._head_inputs(tokens)
+        masks = tokens * longest_row * (8 + 4 + item)  # made from distances in int64
+        softmax = min(SOFTMAX_ELEMENTS[device], scored * vocab)
+        # Logits of all positions are there at once on a CPU only.
+        scores = FLOAT32 * softmax + item * (softmax if device == "cuda" else scored * vocab)
+        zero_shot = tokens * self._inside(longest_row) + masks, scores + masks + self._head_inputs(tokens)
         # Batches as large as zero-shot's, or one window. Of two models, half as many: logits, log-softmax, difference.
         compared = max(tokens, window)
-        two = min(compared, at_once // 2) * vocab * (2 * self.itemsize + 3 * FLOAT32)
+        two = min(compared, at_once // 2) * vocab * (2 * item + 3 * FLOAT32)
         row = max(longest_row, min(window, compared_tokens(text_tokens, TEXT_TOKENS)))
-        kl = compared * self._inner(row), two + self._head_inputs(2 * compared)
-        cut = () if removed_params is None else (self.pruning(removed_params, replace(way, halvings=0)),)
+        kl = compared * self._inside(row), two + self._head_inputs(2 * compared)
+        cut = () if removed_params is None else (self.pruning(removed_params, way),)
         copy = sum(stage.held for stage in cut)
-        together = way.at_once(BLOCK_TOKENS)
-        block = min(max(together, tokens), row_tokens)
-        needs = {
-            "kl": (kl, min(max(together, compared), TEXT_TOKENS + TASK_TOKENS), 0),
-            "perplexity": (perplexity, min(max(together, positions), text_tokens), 0),
-            "zero_shot": (zero_shot, block, block * longest_row * self.itemsize),
+        # Tokens that go through brought layers together, and the bytes of their masks.
+        block = min(max(BLOCK_TOKENS, tokens), row_tokens)
+        blocks = {
+            "kl": (kl, min(max(BLOCK_TOKENS, compared), TEXT_TOKENS + TASK_TOKENS), 0),
+            "perplexity": (perplexity, min(max(BLOCK_TOKENS, positions), text_tokens), 0),
+            "zero_shot": (zero_shot, block, block * longest_row * item),
         }
-        return *cut, *(self._measuring(stage, *need, copy, way) for stage, need in needs.items())
+        return *cut, *(self._measuring(stage, *needs, copy, way) for stage, needs in blocks.items())
 
     def _measuring(
-        self, stage: str, batch: tuple[int, int], block_tokens: int, block_masks: int, pruned: int, way: Residency
+        self, stage: str, batch: tuple[int, int], block: int, masks: int, copy: int, way: Residency
     ) -> StageMemory:
-        """`batch`: bytes of its activations in the layers, and behind them; `block_tokens`: that go through brought layers
-        together, with masks of `block_masks` bytes; `pruned`: bytes of the pruned copy."""
-        resident = str(replace(RESIDENT, halvings=way.halvings))
-        whole = StageMemory(stage, resident, pruned, self._allocated(max(batch)))
+        """Plan a stage of the evaluation; `copy`: bytes of the pruned copy."""
+        whole = StageMemory(stage, str(RESIDENT), copy, self._allocated(max(batch)))
         if not way.from_files:
             return whole
-        states = block_tokens * self.geometry.hidden_size * self.itemsize
-        streamed = self._streamed(stage, block_masks, states, *batch, way)
+        states = block * self.geometry.hidden_size * self.itemsize
+        streamed = self._streamed(stage, masks, states, *batch, way.forward_only)
         # Of copies that are read as a whole, the dense model is the baseline's, which is not.
         return max(whole, streamed, key=lambda stage: stage.total) if way.pruned_whole else streamed
 
     def _streamed(self, stage: str, held: int, states: int, layers: int, head: int, way: Residency) -> StageMemory:
-        """A stage for which layers are brought, with `states`, bytes of hidden states that wait between them. `layers`, `head`: of
-        a batch there; beside the layers are two of them, beside the head its own weights."""
-        away = states if way.states != "device" else 0
-        own, mapped = self._ends
+        """Plan a stage for which layers are brought, with `states`, bytes of hidden states that wait between them. `layers`,
+        `head`: bytes of a batch there; beside the layers are two of them, beside the head its own weights."""
+        away = self._away(states, way)
+        weights, mapped = self._ends
         # The file is closed before anything goes through the head.
-        ends = max(own + mapped, self._allocated(head) + own)
+        ends = max(weights + mapped, self._allocated(head) + weights)
         activations = max(self._allocated(layers), ends - self._two_layers)
         return StageMemory(stage, str(way), held + states - away + self._two_layers, activations, away)
 
+    def _away(self, states: int, way: Residency) -> int:
+        """Return how many of these bytes of hidden states are not in the memory that is computed in."""
+        return states if way.states == "file" or (way.states == "host" and self.device == "cuda") else 0
+
     def _allocated(self, tensors: int) -> int:
-        """What an allocator takes for so many bytes of them, which come and go."""
+        """Return what an allocator takes for so many bytes of tensors, which come and go."""
         share, most = KEPT[self.device]
         return tensors + min(int(share * tensors), most)
 
     def pruning(self, removed_params: int, way: Residency = RESIDENT) -> StageMemory:
-        """The pruned model, which shares all but its projections with the dense one where that is there."""
+        """Plan the pruned model, which shares all but its projections with the dense one where that is there."""
+        if way.from_files and not way.pruned_whole:
+            return StageMemory("pruning", str(way.forward_only), self._two_layers, 0)
         padding = most_bytes(self.geometry.channel_cost, self.itemsize, self.device)
         # What is filled up is there twice, a weight at a time.
         filled = self.itemsize * self.geometry.hidden_size * self._m if padding else 0
-        if way.from_files and not way.pruned_whole:
-            return StageMemory("pruning", str(way), self._two_layers, 0)
-        of = self.geometry.total_params if way.from_files else sum(self.geometry.layer_params)
-        left = of - removed_params
-        if not way.from_files:  # what is removed may all be on other GPUs
-            left = min(left, self._on_one(self.geometry.layer_params))
-        held = left * self.itemsize + padding
-        return StageMemory("pruning", str(RESIDENT), held, max(filled, sum(self._ends) if way.from_files else 0))
+        layers = self.geometry.layer_params
+        if way.from_files:
+            left, reading = self.geometry.total_params - removed_params, sum(self._ends)
+        else:  # what is removed may all be on other GPUs
+            left, reading = min(sum(layers) - removed_params, self._on_one(layers)), 0
+        return StageMemory("pruning", str(RESIDENT), left * self.itemsize + padding, max(filled, reading))
 
     @property
     def _two_layers(self) -> int:
-        """Weights that stay in their files, while layers are brought: of two, and of the tensor that is just being read."""
+        """Weights of two layers that were brought, and of the tensor that is just being read."""
         h = self.geometry.hidden_size
         return self.itemsize * 2 * (max(self.geometry.layer_params) + 4 * h) + self._stored * h * max(self._q, self._m)
 
@@ -317,156 +308,136 @@ class Shapes:
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """Of what stands before or behind the layers, the embedding or the head: its weights, and what is mapped of its file while
-        they are read, on a CPU."""
+        """Bytes of the embedding or the head, and what is mapped of its file while it is read, on a CPU."""
         weights = self.config.vocab_size * self.geometry.hidden_size
         return weights * self.itemsize, weights * self._stored if self.device == "cpu" else 0
 
     def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency, removed_params: int) -> list[StageMemory]:
-        """The largest pass of each stage."""
-        found: dict[str, StageMemory] = {}
+        """Plan the largest pass of each stage."""
+        largest: dict[str, StageMemory] = {}
         for stage, work in passes:
-            if work.adapter_rank:
-                one = self._training(stage, work, way, removed_params)
-            else:
-                own, copy = self._of_copy(way, 0) if work.of_copy else (way, 0)  # as large as the dense model, at most
-                one = self._gradients(stage, work, own) if work.backward else self._forward(stage, work, own)
-                one = replace(one, held=one.held + copy)
-            found[stage] = max(one, found.get(stage, one), key=lambda stage: (stage.total, stage.away))
-        return list(found.values())
+            # A pruned copy from which statistics are taken is as large as the dense model, at most.
+            removed = removed_params if work.adapter_rank else 0
+            own, copy = way, 0
+            if (work.adapter_rank or work.of_copy) and (way.pruned_whole or not way.from_files):
+                copy = self.pruning(removed, way).held  # held as Recipe.to_train does
+                own = replace(way, from_files=False, pruned_whole=False, gradients_by_layer=way.by_layer)
+            one = self._gradients(stage, work, own) if work.backward else self._forward(stage, work, own)
+            one = replace(one, held=one.held + copy + (self._adapters(work) if work.adapter_rank else 0))
+            largest[stage] = max(one, largest.get(stage, one), key=lambda stage: (stage.total, stage.away))
+        return list(largest.values())
+
+    def _adapters(self, work: PassWork) -> int:
+        """Bytes that AdamW keeps of the adapters (they, a gradient and two moments) and, on a CPU, of the hidden states of the
+        dense model that they are trained towards."""
+        h = self.geometry.hidden_size
+        # Inputs and outputs; keys and values as if they were as wide as queries.
+        widths = 4 * (h + self._q) + 3 * (h + self._m)
+        waiting = work.waiting_tokens * h * self.itemsize if self.device == "cpu" else 0
+        return 4 * FLOAT32 * work.adapter_rank * widths * self.geometry.num_layers + waiting
 
     def _forward(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
-        h, tokens = self.geometry.hidden_size, work.batch_tokens
+        h, tokens, most = self.geometry.hidden_size, work.batch_tokens, max(self._q, self._m)
         # Logits, in float32 too, and their log-softmax.
         head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(tokens)
-        layers, carried, sums = tokens * self._inner(work.row_tokens), tokens * work.carried, 0
-        if work.product_tokens:  # all of them go through a layer before the next one
+        inside, carried, sums = self._inside(work.row_tokens), tokens * work.carried, 0
+        if work.input_squares:
+            # Inputs are copied in float64 to sum up their squares; a GPU does so in many parts, with 9.5 bytes more (measured).
+            wide = self.itemsize + bool(self.itemsize % FLOAT32) * FLOAT32 + max(self.itemsize, FLOAT32)
+            inside = max(inside, most * (wide + (8 if self.device == "cpu" else 18)) + 3 * h * self.itemsize)
+        layers = tokens * inside
+        if work.product_tokens:  # all tokens go through a layer before the next one
             carried = work.tokens
-            sums, batch, solving = self._products(work)
-            layers = max(layers, batch, solving)
-        elif not work.head_positions:
-            layers = tokens * (self._watched(work.input_squares) + 2 * self._scores(work.row_tokens))
+            sums, products = self._products(work)
+            layers = max(layers, products)
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
-            return self._streamed(stage, sums, states, layers, head if work.head_positions else 0, way)
+            return self._streamed(stage, sums, states, layers, head if work.head_positions else 0, way.forward_only)
         if work.product_tokens and self.device == "cpu":  # where the weights that come out are kept
             sums += self.itemsize * h * self.geometry.num_layers * (self._q + self._m)
-        activations = self._allocated(max(layers, head))
+        activations = self._allocated(max(layers, head if work.head_positions else 0))
         return StageMemory(stage, str(RESIDENT), sums + carried * h * self.itemsize, activations)
 
-    def _products(self, work: PassWork) -> tuple[int, int, int]:
-        """Of a refit: sums of products of the inputs of a layer's last projections, with the inputs that are held out; of a batch
-        the inputs, the residual stream, both scaled, those that stay, and their product; and the larger of what solving by the sums
-        takes (a copy, its Cholesky factor, four matrices of the projection's size) and what trying does (the inputs that are held
-        out as one, those that stay, outputs with and without)."""
+    def _products(self, work: PassWork) -> tuple[int, int]:
+        """Return what a refit keeps of a layer, the sums of products of its last projections' inputs and the inputs that are held
+        out; and the most that it takes besides: a batch's inputs and residual stream, both scaled, with their product; or what
+        solving takes (a copy of the sums, their Cholesky factor, four matrices of the projection's size); or what trying does."""
         q, m, h = self._q, self._m, self.geometry.hidden_size
         item, most = max(FLOAT32, self.itemsize), max(q, m)
         sums = q**2 + m**2 + (q + m) * work.held_tokens
-        batch = work.batch_tokens * (self.itemsize * (most + 4 * h) + item * (2 * most + h))
+        batch = work.batch_tokens * (self.itemsize * (most + 4 * h) + item * (2 * most + h)) + item * most**2
         fit = max(most * (2 * most + 4 * h), work.held_tokens * (2 * most + 2 * h))
-        return item * sums, batch + item * most**2, item * fit
-
-    def _training(self, stage: str, work: PassWork, way: Residency, removed_params: int) -> StageMemory:
-        """Gradients of adapters of a pruned copy, with that copy, what AdamW keeps of the adapters (they, a gradient and two
-        moments) and, on a CPU, the hidden states of the dense model that they are trained towards."""
-        h = self.geometry.hidden_size
-        own, copy = self._of_copy(way, removed_params)
-        one = self._gradients(stage, work, own)
-        # Inputs and outputs; keys and values as if they were as wide as queries.
-        widths = 4 * (h + self._q) + 3 * (h + self._m)
-        adapters = 4 * FLOAT32 * work.adapter_rank * widths * self.geometry.num_layers
-        waiting = work.waiting_tokens * h * self.itemsize if self.device == "cpu" else 0
-        return replace(one, held=one.held + copy + adapters + waiting)
-
-    def _of_copy(self, way: Residency, removed_params: int) -> tuple[Residency, int]:
-        """How a pruned copy is held while statistics or gradients are taken of it, and the bytes of it that are there then."""
-        if way.from_files and not way.pruned_whole:
-            return way, 0
-        own = replace(way, from_files=False, pruned_whole=False, gradients_by_layer=way.by_layer)
-        return own, self.pruning(removed_params, way).held
+        return item * sums, max(batch, item * fit)
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
         layers, logits, heads = self.geometry.num_layers, self._logits(work), self._scores(work.row_tokens)
-        family = family_of(self.config.model_type)
+        family, of_weights = family_of(self.config.model_type), bool(work.weight_sums)
         normed = len(family.layer_norms) * h + bool(family.head_norms) * (q + q // self.geometry.queries_per_kv)
         saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * normed + heads  # of a token in a layer
-        if not (work.weight_sums or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
+        if not (of_weights or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
             saved -= item * 2 * h
-        if work.adapter_rank:  # adapters in float32 save their inputs in it, too
-            saved += FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
-        # Of a part of the logits the log-softmax and two gradients; of a divergence those of two models, half as many of each, both
-        # log-softmaxes and their difference.
+        # Of a part of the logits the log-softmax and two gradients.
         behind, beside = 3 * FLOAT32, item
         if work.adapter_rank:
+            saved += (
+                FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
+            )  # adapters in float32 save their inputs in it, too
+            # Of a divergence those of two models, half as many of each, both log-softmaxes and their difference.
             logits, behind, beside = min(logits, MAX_LOGIT_ELEMENTS[self.device] // 2), 2 * item + 3 * FLOAT32, 0
-        of_weights, most, wide = bool(work.weight_sums), max(q, m), max(FLOAT32, item)
+        most, wide = max(q, m), max(FLOAT32, item)
         one = of_weights * 2 * h * most * item  # a projection's gradient
         # Read out in float64: a projection's mean gradient, its absolute values, and these again.
         results = of_weights * (2 * FLOAT32 + 8) * h * most
-        sums, states, products, squares = work.weight_sums * wide, 0, 0, 0
+        sums, products, squares = work.weight_sums * wide, 0, 0
         if work.product_sums:
             group = self.geometry.queries_per_kv * self.geometry.head_dim
             products = work.product_sums * wide * (q**2 + m**2 + q * group + m)  # of a layer
             saved -= item * m  # its inputs are added up at once
             squares = m * wide * (1 + bool(item % FLOAT32))  # their gradient in float32, and squared
-            results = wide * most * (most + 4 * max(AT_ONCE, group))  # a Cholesky factor, columns of its inverse
-        if way.by_layer:
-            sums = sums * max(self.geometry.layer_params) + products
-            states = work.attention_tokens // layers * h * item
-            states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
-            head = logits * behind + tokens * h * (6 * item + 2 * FLOAT32)
-            inside = item * (2 * h + max(2 * m, 4 * q)) + squares + 2 * heads  # gradients, while what was saved goes
-            inner = max(tokens * (saved + inside) + one, results)
-            if way.from_files:
-                return self._streamed(stage, sums, states, inner, max(0, head - sums), way)
-            need = max(head - sums, inner)
-        else:
+            results = wide * most * (most + 4 * max(SOLVED_AT_ONCE, group))  # a Cholesky factor, columns of its inverse
+        if not way.by_layer:
             here = layers_on(layers, self.gpus)
-            sums = sums * self._on_one(self.geometry.layer_params) + here * products
             inside = item * (3 * h + 4 * q + 4 * m) + squares + 2 * heads
             # Logits, too; they are gone before the first layer's backward pass.
-            scores = logits * (beside + behind)
-            need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
-        away = states if way.states != "device" else 0
-        activations = self._allocated(need) if way.by_layer else int(FRAGMENTATION[self.device] * need)
-        return StageMemory(stage, str(way), sums + states - away, activations, away)
+            need = here * tokens * saved + max(logits * (beside + behind), tokens * inside) + one
+            held = sums * self._on_one(self.geometry.layer_params) + here * products
+            return StageMemory(stage, str(way), held, int(FRAGMENTATION[self.device] * max(need, results)))
+        sums = sums * max(self.geometry.layer_params) + products
+        states = work.attention_tokens // layers * h * item * (layers + 1)
+        head = max(0, logits * behind + tokens * h * (6 * item + 2 * FLOAT32) - sums)
+        inside = item * (2 * h + max(2 * m, 4 * q)) + squares + 2 * heads  # gradients, while what was saved goes
+        inner = max(tokens * (saved + inside) + one, results)
+        if way.from_files:
+            return self._streamed(stage, sums, states, inner, head, way)
+        away = self._away(states, way)
+        return StageMemory(stage, str(way), sums + states - away, self._allocated(max(head, inner)), away)
 
     def _logits(self, work: PassWork) -> int:
-        """Of the largest part that is there at once."""
-        return min(
-            MAX_LOGIT_ELEMENTS[self.device], work.batch_tokens * self.config.vocab_size * bool(work.head_positions)
-        )
+        """Return the elements of the largest part of the logits that is there at once."""
+        positions = work.batch_tokens * bool(work.head_positions)
+        return min(MAX_LOGIT_ELEMENTS[self.device], positions * self.config.vocab_size)
 
     def _head_inputs(self, tokens: int) -> int:
-        """What goes into the head, and its norm in float32."""
+        """Return the bytes of what goes into the head, and of its norm in float32."""
         return tokens * 2 * self.geometry.hidden_size * (self.itemsize + FLOAT32)
 
-    def _inner(self, row: int) -> int:
-        """Of a token of a row inside one layer of a forward pass."""
+    def _inside(self, row: int) -> int:
+        """Return the bytes of a token of a row inside one layer of a forward pass."""
         h, item = self.geometry.hidden_size, self.itemsize
         inside = max(item * (max(3 * self._m, 6 * self._q) + 5 * h), item * 2 * h + FLOAT32 * 3 * h)
         return inside + 2 * self._scores(row)
 
     def _scores(self, row: int) -> int:
-        """Of a token the scores of all heads with its row's, where the kernel keeps them."""
+        """Return the bytes of a token's scores of all heads with its row's, where the kernel keeps them."""
         whole = self.device == "cuda" and self.itemsize >= FLOAT32 and self.geometry.queries_per_kv > 1
         return whole * row * self.itemsize * (self._q // self.geometry.head_dim)
 
-    def _watched(self, squares: bool) -> int:
-        """Of a token inside one layer of a forward pass without the head: projections, or the inputs of the last one with their
-        `squares`, which are copied in float64 to sum them up; a GPU does so in many parts, with 9.5 bytes more (measured)."""
-        h, q, m, item = self.geometry.hidden_size, self._q, self._m, self.itemsize
-        plain = item * (max(3 * m, 6 * q) + 3 * h)
-        wide, summed = item + bool(item % FLOAT32) * FLOAT32 + max(item, FLOAT32), 8 if self.device == "cpu" else 18
-        normed = item * 2 * h + FLOAT32 * 3 * h
-        return max(plain, normed, squares * (max(q, m) * (wide + summed) + item * 3 * h))
-
-    def _on_one(self, of: Sequence[int]) -> int:
-        """The most that one GPU has of what layers have."""
-        each = layers_on(len(of), self.gpus)
-        return max(sum(of[start : start + each]) for start in range(0, len(of), each))
+    def _on_one(self, of_layers: Sequence[int]) -> int:
+        """Return the most that one GPU has of what layers have."""
+        each = layers_on(len(of_layers), self.gpus)
+        return max(sum(of_layers[start : start + each]) for start in range(0, len(of_layers), each))
 
     @property
     def _q(self) -> int:
@@ -487,8 +458,8 @@ def memory_of(
     from_files: bool = True,
     gpus: int = 1,
 ) -> list[MemoryPlan]:
-    """Memory of the largest trial among `configs`, in every way to hold the model, the fastest first. `from_files`: whether weights
-    can stay in their files; `gpus`: over which a trial is spread."""
+    """Plan the memory of the largest trial among `configs`, in every way to hold the model, the fastest first. `from_files`:
+    whether weights can stay in their files; `gpus`: over which a trial is spread."""
     shapes = Shapes(geometry, work.config, itemsize, device, gpus)
     read = work.perplexity_window, work.perplexity_tokens, work.longest_row, work.zero_shot.tokens
     measured = partial(shapes.evaluation, removed_params, *read)
@@ -497,7 +468,7 @@ def memory_of(
 
 
 def passes_of(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
-    """What the statistics and the recipes of `configs` take: stage and work of each pass, for its memory."""
+    """List the passes that the statistics and the recipes of `configs` make: stage and work, for their memory."""
     later = [("steps", work) for config in configs for work in works_of(config, num_layers, device)]
     return [*recipe_passes(configs, num_layers, device), *dict.fromkeys(later)] + [
         (load_statistic(name).stage, load_statistic(name).work(needs, samples.seq_len, num_layers, device))
@@ -507,7 +478,7 @@ def passes_of(configs: Collection[PruningConfig], num_layers: int, device: str) 
 
 
 def recipe_passes(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
-    """Those of the recipes alone; of a recovery one step."""
+    """List the passes that the recipes of `configs` make; of a recovery one step."""
     tokens = dict.fromkeys(one.refit_tokens for one in configs if one.compensation != "none")
     refits = [("refit", refit.work(amount, num_layers, device)) for amount in tokens]
     trained = dict.fromkeys((one.recovery_steps, one.recovery_rank) for one in configs if one.recovery != "none")

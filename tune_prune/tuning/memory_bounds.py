@@ -1,19 +1,17 @@
-"""What memory there is for each trial, on this machine or on the nodes of a cluster, and how models are held within it."""
+"""The memory that there is for each trial, on this machine or on the nodes of a cluster, and how models are held within it."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tune_prune.core import machine
 from tune_prune.core.machine import TooLittleMemory
 from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.tuning.gpus import Gpu
-from tune_prune.tuning.memory import Bounds, MemoryPlan, advised, choose_within, on_this_machine
+from tune_prune.tuning.memory import Bounds, MemoryPlan, choose_within, on_this_machine
 from tune_prune.tuning.plan import ModelPlan, SearchSettings
 from tune_prune.tuning.resources import (
     Node,
@@ -28,7 +26,7 @@ from tune_prune.tuning.resources import (
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """What a trial may take."""
+    """The memory that a trial may take."""
 
     of: Bounds
     folder: str = ""  # that of a file of hidden states; "": this machine's for temporary files
@@ -46,7 +44,7 @@ class _Host:
 
 
 def slots(settings: SearchSettings, resources: TrialResources, nodes: Sequence[Mapping[str, float]], work: int) -> int:
-    """Trials that run at once, of so many pieces of work."""
+    """Count the trials that run at once, of so many pieces of work."""
     return min(trial_slots(resources, nodes), 1 if settings.inline else work)
 
 
@@ -59,49 +57,34 @@ def bounds(
     work: int,
     here: bool = True,
 ) -> MemoryBounds:
-    """Of the GPU with the least memory or, on CPUs, of the host's; and of what there is where hidden states can wait. `told`: the
-    nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine or, where the GPU is not
-    `here`, one that has all the room it takes. `work`: pieces of it that can run at once."""
-    found: dict[Place, int] = {}
+    """Find the room on the GPU with the least memory or, on CPUs, in the host's, and the room that there is where hidden states
+    can wait. `told`: the nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine
+    or, where the GPU is not `here`, one that has all the room it takes. `work`: pieces of it that can run at once."""
+    room: dict[Place, int] = {}
     folder = ""
     if gpu is not None:
-        found["device"] = usable_bytes(gpu) // sharing_trials(share or 1.0)
+        room["device"] = usable_bytes(gpu) // sharing_trials(share or 1.0)
     # Without a share of those that would have a GPU of their own.
     alone = plan_resources(settings.cpus_per_trial, share or float(gpu is not None), nodes)
     if not told:
-        found |= on_this_machine(slots(settings, alone, nodes, work)) if here else {}
+        room |= on_this_machine(slots(settings, alone, nodes, work)) if here else {}
     elif hosts := _hosts(told, alone, work):
-        found["host"] = min(host.memory.available // host.trials for host in hosts)
-        found["file"], name = min((host.file_room // host.trials, host.name) for host in hosts)
+        room["host"] = min(host.memory.available // host.trials for host in hosts)
+        room["file"], name = min((host.file_room // host.trials, host.name) for host in hosts)
         folder = f"the folder for temporary files of node {name}"
-    if "host" in found:
-        found.setdefault("device", found["host"])
-    return MemoryBounds(found, folder)
-
-
-@contextmanager
-def other_steps(settings: SearchSettings, models: Sequence[ModelPlan], within: MemoryBounds) -> Iterator[None]:
-    """A trial that is refused within, but fits in ways that are not open to it as it was asked for, is refused with what opens
-    them."""
-    try:
-        yield
-    except TooLittleMemory as error:
-        there = {**within.of, "device": min(settings.memory or sys.maxsize, within.of.get("device", sys.maxsize))}
-        for model in models:
-            found = advised(error, model.ways, model.other_ways, model.other_step, there)
-            if found is not error:
-                raise found from None
-        raise
+    if "host" in room:
+        room.setdefault("device", room["host"])
+    return MemoryBounds(room, folder)
 
 
 def choose(settings: SearchSettings, model: ModelPlan, within: MemoryBounds) -> MemoryPlan:
-    """How trials of a model hold it. Raises UserError where there is no way."""
+    """Choose how trials of a model hold it. Raises UserError where there is no way."""
     what = f"a trial of {model.run.label}"
     return choose_within(model.ways, within.of, settings.memory, what, within.folder)
 
 
 def kinds_of(gpus: Sequence[Gpu]) -> dict[str, machine.Memory]:
-    """By name, the memory of that of a kind of GPU which has least to use."""
+    """Return by name the memory of that GPU of a kind which has least to use."""
     return {gpu.name: gpu.memory for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True)}
 
 
@@ -114,8 +97,8 @@ def ways_of_kinds(
     gpus: Sequence[Gpu],
     work: int,
 ) -> dict[str, dict[str, Residency]]:
-    """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
-    lean way may fit another in a faster one, which gives the same numbers."""
+    """Choose by the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest
+    kind in a lean way may fit another in a faster one, which gives the same numbers."""
     kinds = kinds_of(gpus)
     nodes_gpus = [node.gpus for node in told] or [tuple(gpus)]
     # A trial on several GPUs has those of one node, and goes by the first of them: they have to be of one kind.
@@ -164,7 +147,8 @@ def check_memory(trial_bytes: int, at_once: int, memory: machine.Memory, cpus: i
 
 
 def _hosts(told: Sequence[Node], resources: TrialResources, work: int) -> list[_Host]:
-    """Nodes on which trials of so many pieces of work run; those on one machine, which share its memory, with the trials of all."""
+    """List the nodes on which trials of so many pieces of work run; those on one machine, which share its memory, with the
+    trials of all."""
     trials: Counter[str] = Counter()
     for node in told:
         if node.runs_trials:

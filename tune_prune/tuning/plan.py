@@ -77,8 +77,7 @@ class ModelPlan:
     ways: tuple[MemoryPlan, ...]  # memory of its largest trial, the fastest way first
     memory: MemoryPlan  # that which was chosen
     gguf: GgufOrigin | None = None  # the file that the model was read from, if it was one
-    other_ways: tuple[MemoryPlan, ...] = ()  # that `other_step` would open to its trials
-    other_step: str = ""
+    other_step: str = ""  # what would open leaner ways to its trials
     stored_as: str = "float32"  # what its weights are stored in
     found_as: str = ""  # where the model was found, if that is not clear from its name
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tune_prune.core import machine
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.store import BASELINES, open_store
-from tune_prune.pruning.statistics import by_statistic, load_statistic
-from tune_prune.trial.statistics import needs_of
+from tune_prune.models.runner.devices import device_name
 from tune_prune.tuning import gpus
 from tune_prune.tuning.cost import (
     INLINE_START_S,
     WORKER_START_S,
     Arithmetic,
     CostEstimate,
-    DeviceSpeed,
     ModelWork,
+    Speed,
     SpeedRequest,
     computed,
     estimate,
@@ -30,16 +30,15 @@ from tune_prune.tuning.cost import (
     passes_to_make,
     recipe_amounts,
 )
-from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.rounds import expected
 
 if TYPE_CHECKING:
-    from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings
+    from tune_prune.tuning.plan import ModelPlan, Plan
 
 
 def left(plan: Plan, model: ModelPlan, finished: Collection[str]) -> tuple[list[PruningConfig], int]:
-    """The configurations of a model that the search may still run, and how many of them it runs at most: an adaptive one so many of
-    each group that is compared in itself. `finished`: trial keys."""
+    """Return the configurations of a model that the search may still run, and how many of them it runs at most: an adaptive one
+    so many of each group that is compared in itself. `finished`: trial keys."""
     done = {config for config, key in model.trials if key in finished}
     # Those that are done count first among those that the search runs at most.
     configs = expected(plan, sorted((config for config, _ in model.trials), key=lambda one: one not in done))
@@ -50,20 +49,20 @@ def left(plan: Plan, model: ModelPlan, finished: Collection[str]) -> tuple[list[
 
 
 def at_once(plan: Plan, finished: Collection[str]) -> int:
-    """How much of the work that is left can run at once, at most: trials and dense models. A pass that trials share adds nothing,
-    as they wait for it. At least 1."""
+    """Count how much of the work that is left can run at once, at most: trials and dense models. A pass that trials share adds
+    nothing, as they wait for it. At least 1."""
     measured = _measured(plan)
     trials = sum(left(plan, model, finished)[1] for model in plan.models)
     return max(1, trials + sum(model.run.label not in measured for model in plan.models))
 
 
-def _measured(plan: Plan) -> Collection[str]:
-    """Labels of the models whose dense model has been measured where the plan is for."""
-    return () if plan.card else (open_store(plan.experiment_dir).read(BASELINES) or {}).keys()
+def _measured(plan: Plan) -> Mapping[str, Any]:
+    """Return the records of dense models that were measured where the plan is for, as plain data by label."""
+    return {} if plan.card else (open_store(plan.experiment_dir).read(BASELINES) or {})
 
 
 def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
-    """What the trials, baselines and passes that are still to be made will cost; `finished` trial keys are done.
+    """Estimate what the trials, baselines and passes that are still to be made will cost; `finished` trial keys are done.
 
     None where no worker of the cluster was free to measure its speed, or where that of a GPU that is not here is not known.
     """
@@ -78,9 +77,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         if not trials and model.run.label in measured:
             continue
         arithmetic = Arithmetic.of(model.geometry, model.workload.config.vocab_size)
-        speed = (
-            computed(plan.card, arithmetic, model.run.dtype) if plan.card else _speed(model, plan.resources, settings)
-        )
+        speed = computed(plan.card, model.run.dtype) if plan.card else _speed(plan, model, arithmetic)
         if speed is None:
             return None
         works.append(
@@ -126,25 +123,30 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     return estimate(works, plan.slots, plan.resources.gpus, adaptive, notes, plan.resources.cpus, start_s)
 
 
-def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> DeviceSpeed | None:
-    """Measured where the trials will run: here, or by a worker of the cluster (None: none was free). On a GPU in a process that
-    ends, as Ray ends such a worker, so that the trials find its memory free."""
-    request = SpeedRequest(
-        model.workload.config,
-        model.run.dtype,
-        resources.device,
-        max(1, int(resources.cpus)),
-        max(model.workload.perplexity_window, *(config.seq_len for config, _ in model.trials)),
-        model.workload.zero_shot.rows,
-        tuple(
-            name
-            for name in by_statistic(needs_of(config for config, _ in model.trials))
-            if load_statistic(name).backward
-        ),
-    )
+def _speed(plan: Plan, model: ModelPlan, arithmetic: Arithmetic) -> Speed | None:
+    """Find the rate at which the trials of `model` will run: that of its baseline or, before it is there, one that is measured
+    now, here or by a worker of the cluster; None where no worker was free. On a GPU that is done in a process that ends, as Ray
+    ends such a worker, so that the trials find its memory free."""
+    settings, resources = plan.settings, plan.resources
+    if settings.address is None and (speed := _of_baseline(plan, model, arithmetic)):
+        return speed
+    threads = max(1, int(resources.cpus))
+    request = SpeedRequest(model.workload.config, model.run.dtype, resources.device, threads)
     if settings.address is None:
         return gpus.call(measure, request) if request.device == "cuda" else measure(request)
     from tune_prune.tuning.ray_cluster import nodes  # imports ray: not needed to plan a search on this machine
 
-    speed: DeviceSpeed | None = nodes.call(measure, request, resources)
+    speed = nodes.call(measure, request, resources)
     return speed
+
+
+def _of_baseline(plan: Plan, model: ModelPlan, arithmetic: Arithmetic) -> Speed | None:
+    """Take the rate that the dense model reached in its perplexity, if a device like the one planned for computed it with the
+    whole model in memory."""
+    record = _measured(plan).get(model.run.label, {})
+    here = plan.gpu_names[0] if plan.gpu_names else device_name(torch.device("cpu"))
+    stage = next((stage for stage in record.get("stages", ()) if stage["stage"] == "perplexity"), None)
+    if record.get("device_name") != here or stage is None or not stage["tokens"] or stage["way"]:
+        return None
+    flops = arithmetic.forward(stage["tokens"], min(model.workload.perplexity_window, stage["tokens"]))
+    return Speed(flops / stage["duration_s"], load=machine.load())

@@ -36,7 +36,7 @@ from tune_prune.trial.steps import samples_needed
 from tune_prune.tuning import experiment, gpus, memory_bounds, plan_cost, resolve
 from tune_prune.tuning.cost import workload
 from tune_prune.tuning.gpus import Card, Gpu, visible_gpus
-from tune_prune.tuning.memory import INLINE_BYTES, MemoryPlan, memory_of
+from tune_prune.tuning.memory import INLINE_BYTES, advising, memory_of
 from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.resources import (
@@ -97,7 +97,7 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
         smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
         bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
-        with memory_bounds.other_steps(settings, models, bounds):
+        with advising(next((model.other_step for model in models if model.other_step), "")):
             models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
             trial_bytes = max(model.memory.total for model in models)
             waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
@@ -254,13 +254,9 @@ def _plan_model(
     from_files = source.kind == "hub" or bool(weight_files.files(folder)) or not weight_files.pickled_files(folder)
     gpus = max(1, int(settings.gpus_per_trial or 1))
 
-    def ways(from_files: bool, gpus: int) -> tuple[MemoryPlan, ...]:
-        found = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
-        own = INLINE_BYTES[device] if settings.inline else 0
-        return tuple(replace(plan, process=plan.process + own) for plan in found)
-
-    step = to_bring_layers(from_files, gpus)
-    asked = ways(from_files, gpus)
+    planned = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
+    own = INLINE_BYTES[device] if settings.inline else 0
+    ways = tuple(replace(plan, process=plan.process + own) for plan in planned)
     return ModelPlan(
         run=run,
         geometry=geometry,
@@ -270,10 +266,9 @@ def _plan_model(
         targets=targets,
         trials=tuple((one, trial_key(one, model_fingerprint, data[run.of(one).calibration], run)) for one in configs),
         workload=work,
-        ways=asked,
-        memory=asked[0],
-        other_ways=ways(True, 1) if step else (),
-        other_step=step,
+        ways=ways,
+        memory=ways[0],
+        other_step=to_bring_layers(from_files, gpus),
         gguf=source.gguf,
         found_as=source.found_as,
         stored_as=loading.stored_as(source, config),

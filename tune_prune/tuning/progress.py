@@ -1,4 +1,4 @@
-"""One line of progress while a search runs, with the time that is left by the cost model."""
+"""How far a search is: the time that is left, by the cost model and by what stages took so far, and one line on the screen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
 
@@ -48,13 +48,13 @@ class TimeLeft:
         self._paces: deque[float] = deque(maxlen=_PACES)  # measured over predicted, of one stage each
 
     def start(self, name: Hashable, kind: Hashable) -> None:
-        """A piece of that kind begins, under a name of its own; once more under the same name: it begins again."""
+        """Begin a piece of that kind, under a name of its own; once more under the same name: it begins again."""
         if name not in self._running:
             self._waiting[kind] = max(0, self._waiting[kind] - 1)
         self._running[name] = dict(self._pieces.get(kind, {}))
 
     def done(self, name: Hashable, kind: Hashable, stage: str, share: float, seconds: float | None) -> None:
-        """`share` of a stage is done, in measured `seconds` (None: nothing was computed, so nothing is learnt)."""
+        """Count `share` of a stage as done in measured `seconds` (None: nothing was computed, so nothing is learnt)."""
         predicted = share * self._pieces.get(kind, {}).get(stage, 0.0)
         left = self._running.get(name, {})
         left[stage] = max(0.0, left.get(stage, 0.0) - predicted)
@@ -64,15 +64,15 @@ class TimeLeft:
             self._paces.append(seconds / predicted)
 
     def end(self, name: Hashable) -> None:
-        """The piece is over, whatever was left of it."""
+        """Forget a piece that is over, whatever was left of it."""
         self._running.pop(name, None)
 
     def of_stage(self, name: Hashable) -> float:
-        """What the longest stage that is left of a running piece will take."""
+        """Predict what the longest stage that is left of a running piece will take."""
         return max((self._paced({stage: left}) for stage, left in self._running.get(name, {}).items()), default=0.0)
 
     def of_piece(self, name: Hashable) -> float:
-        """What all that is left of a running piece will take."""
+        """Predict what all that is left of a running piece will take."""
         return self._paced(self._running.get(name, {}))
 
     @property
@@ -88,7 +88,7 @@ class TimeLeft:
         return low / middle, high / middle
 
     def seconds(self, as_predicted: bool = False) -> float:
-        """What is left, at the paces so far or `as_predicted`."""
+        """Predict what is left, at the paces so far or `as_predicted`."""
         take: Callable[[Seconds], float] = (lambda work: sum(work.values())) if as_predicted else self._paced
         running = [take(left) for left in self._running.values()]
         waiting = [
@@ -108,8 +108,96 @@ class TimeLeft:
 
 
 def _kind(work: Work) -> Hashable:
-    """What pieces of work of equal cost have in common, for `TimeLeft`."""
+    """Return what pieces of work of equal cost have in common."""
     return (work.run.label, work.samples) if isinstance(work, PrepareJob) else work.run.label
+
+
+class Forecast:
+    """When a search will be done, and which of its work is late: told of everything that starts, reports and ends."""
+
+    def __init__(
+        self,
+        cost: CostEstimate,
+        specs: Mapping[str, TrialSpec],
+        total: int,
+        recorded: Sequence[TrialRecord],
+        jobs: Sequence[PrepareJob],
+        slots: int,
+        clock: Callable[[], float],
+    ) -> None:
+        pieces: dict[Hashable, Seconds] = {}
+        waiting: dict[Hashable, int] = {}
+        counts = Counter(spec.run.label for spec in specs.values())
+        for model in cost.models:
+            pieces[model.label] = model.trial
+            # An adaptive search tries a part of the specs, the same of each model; a round of draws has none of some models.
+            share = total * counts[model.label] // max(1, len(specs))
+            waiting[model.label] = share - sum(record.model == model.label for record in recorded)
+            for job in jobs:
+                if job.run.label == model.label:
+                    pieces[model.label, job.samples] = model.jobs.get(job.samples, {})
+                    waiting[model.label, job.samples] = 1
+        self.time = TimeLeft(pieces, waiting, slots)
+        self._cost = cost
+        self._clock = clock
+        self._since: dict[Work, float] = {}  # of what runs: when it began, or its last stage was done
+        self._late: set[Work] = set()
+        self._scored: dict[str, int] = {}  # zero-shot items by trial
+        # Whether a trial has ended: until then paces are those of the preparation, which loads and warms up.
+        self.tried = False
+        self.slowdown = cost.slowdown
+        self.changed = clock()
+
+    def start(self, work: Work) -> None:
+        self._since[work] = self._clock()
+        if isinstance(work, TrialSpec):
+            self._scored.pop(work.key, None)
+        self.time.start(work, _kind(work))
+
+    def learn(self, work: Work, message: Message) -> None:
+        """Take from a message what of `work` is done, and how long it took."""
+        self._since[work] = self.changed = self._clock()
+        if isinstance(message, JobMessage):
+            reports = [(report.stage, report.duration_s, report.tokens) for report in message.reports]
+            stages = message.baseline.stages if message.baseline is not None else []
+            reports += [(stage["stage"], stage["duration_s"], stage["tokens"]) for stage in stages]
+            for stage in dict.fromkeys(stage for stage, _, _ in reports):
+                seconds = sum(duration for other, duration, tokens in reports if other == stage and tokens)
+                self.time.done(work, _kind(work), stage, 1.0, seconds or None)
+        elif message.stage is not None:
+            key, report, share = message.progress.key, message.stage, 1.0
+            if report.items_total:
+                share = (report.items_scored - self._scored.get(key, 0)) / report.items_total
+                self._scored[key] = report.items_scored
+            if report.stage == "steps" and isinstance(work, TrialSpec):  # one for each but the last
+                share = 1 / (work.config.steps - 1)
+            computed = report.tokens > 0 or report.stage == "pruning"  # which forwards nothing and is never cached
+            self.time.done(work, _kind(work), report.stage, share, report.duration_s if computed else None)
+
+    def end(self, work: Work) -> None:
+        self._since.pop(work, None)
+        self.time.end(work)
+        self.tried |= isinstance(work, TrialSpec)
+        self.changed = self._clock()
+
+    def late(self) -> Iterator[tuple[Work, float, float]]:
+        """Yield work whose stage takes far longer than predicted, once each, with both seconds: it may hang."""
+        for work, since in list(self._since.items()):
+            # A job tells of all its stages at its end.
+            predicted = (self.time.of_piece if isinstance(work, PrepareJob) else self.time.of_stage)(work)
+            predicted += 0.0 if self.time.measured else self._cost.start_s
+            passed = self._clock() - since
+            if work not in self._late and predicted and passed > max(LATE * predicted, _LATE_LEAST_S):
+                self._late.add(work)
+                yield work, passed, predicted
+
+    def seconds(self, ends: tuple[float, float] | None = None) -> tuple[float, float]:
+        """Predict what is left from now on, at least and at most: as the cost model says until a trial has ended, and then at the
+        paces so far, times `ends`."""
+        left = self.time.seconds(as_predicted=not self.tried) + (0.0 if self.time.measured else self._cost.start_s)
+        low, high = ends or (1.0, 1.0) if self.tried else self.slowdown
+        passed = self._clock() - self.changed
+        return max(0.0, left * low - passed), max(0.0, left * high - passed)
 
 
 class LiveLine(Observer):
@@ -143,45 +231,22 @@ class LiveLine(Observer):
         # those that went on are the lucky ones.
         self._draws: dict[str, dict[PruningConfig, list[tuple[float, float]]]] = {}
         self._warned: set[str] = set()
-        self._since: dict[Work, float] = {}  # of what runs: when it began, or its last stage was done
-        self._late: set[Work] = set()
-        self._jobs = list(jobs)
+        self._num_jobs = len(jobs)
         self._clock = clock
-        self._scored: dict[str, int] = {}  # zero-shot items by trial
         self._failures: list[str] = []  # the class of each failed trial
         self._done = self._stopped = self._prepared = self._width = 0
-        self._tried = (
-            False  # whether a trial has ended: until then paces are those of the preparation, which loads and warms up
-        )
         recorded = list(recorded)
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
-        self._left = self._time_left(cost, recorded, slots) if cost is not None else None
-        # Until a trial has ended:
-        self._slowdown, self._start_s = (cost.slowdown, cost.start_s) if cost is not None else ((1.0, 1.0), 0.0)
-        self._began = self._shown = self._changed = clock()
-
-    def _time_left(self, cost: CostEstimate, recorded: list[TrialRecord], slots: int) -> TimeLeft:
-        pieces: dict[Hashable, Seconds] = {}
-        waiting: dict[Hashable, int] = {}
-        counts = Counter(spec.run.label for spec in self._specs.values())
-        for model in cost.models:
-            pieces[model.label] = model.trial
-            # An adaptive search tries a part of the specs, the same of each model; a round of draws has none of some models.
-            share = self._total * counts[model.label] // max(1, len(self._specs))
-            waiting[model.label] = share - sum(r.model == model.label for r in recorded)
-            for job in self._jobs:
-                if job.run.label == model.label:
-                    pieces[model.label, job.samples] = model.jobs.get(job.samples, {})
-                    waiting[model.label, job.samples] = 1
-        return TimeLeft(pieces, waiting, slots)
+        self._forecast = Forecast(cost, specs, total, recorded, jobs, slots, clock) if cost is not None else None
+        self._began = self._shown = clock()
 
     @property
     def _stream(self) -> TextIO:
         return self._given_stream or sys.stdout
 
     def say(self, text: str) -> None:
-        """A line of its own that stays, such as what a preparation job found."""
+        """Write a line of its own that stays, such as what a preparation job found."""
         self._write(text)
         self.end()
 
@@ -194,55 +259,34 @@ class LiveLine(Observer):
         self._width = 0
 
     def on_begin(self) -> None:
-        self._changed = self._clock()
+        if self._forecast is not None:
+            self._forecast.changed = self._clock()
         self._write(self._text(0))
 
     def on_tick(self, running: int) -> None:
         now = self._clock()
-        for work in list(self._since):
-            self._say_if_late(work)
+        self._say_what_is_late()
         seldom = max(LOG_REFRESH_S, LOG_REFRESH_SHARE * (now - self._began))
         if now - self._shown >= (TTY_REFRESH_S if self._tty else seldom):
             self._write(self._text(running))
 
     def on_start(self, work: Work) -> None:
-        self._since[work] = self._clock()
-        if self._left is not None:
-            if isinstance(work, TrialSpec):
-                self._scored.pop(work.key, None)
-            self._left.start(work, _kind(work))
+        if self._forecast is not None:
+            self._forecast.start(work)
 
     def on_message(self, work: Work, message: Message) -> None:
         for warning in message.warnings:
             if warning not in self._warned:  # another worker may have met the same
                 self._warned.add(warning)
                 self.say(f"warning: {warning}")
-        self._say_if_late(work)
-        self._since[work] = self._clock()
-        if self._left is None:
-            return
-        kind = _kind(work)
-        if isinstance(message, JobMessage):
-            reports = [(report.stage, report.duration_s, report.tokens) for report in message.reports]
-            stages = message.baseline.stages if message.baseline is not None else []
-            reports += [(stage["stage"], stage["duration_s"], stage["tokens"]) for stage in stages]
-            for stage in dict.fromkeys(stage for stage, _, _ in reports):
-                seconds = sum(duration for other, duration, tokens in reports if other == stage and tokens)
-                self._left.done(work, kind, stage, 1.0, seconds or None)
-        elif message.stage is not None:
-            key, report, share = message.progress.key, message.stage, 1.0
-            if report.items_total:
-                share = (report.items_scored - self._scored.get(key, 0)) / report.items_total
-                self._scored[key] = report.items_scored
-            if report.stage == "steps" and isinstance(work, TrialSpec):  # one for each but the last
-                share = 1 / (work.config.steps - 1)
-            computed = report.tokens > 0 or report.stage == "pruning"  # which forwards nothing and is never cached
-            self._left.done(work, kind, report.stage, share, report.duration_s if computed else None)
-        self._changed = self._clock()
+        self._say_what_is_late()
+        if self._forecast is not None:
+            self._forecast.learn(work, message)
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        self._end(work)
-        self._tried |= isinstance(work, TrialSpec)
+        self._prepared += isinstance(work, PrepareJob)
+        if self._forecast is not None:
+            self._forecast.end(work)
         if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
             self._count(work.key, last.record.status, last.progress.metrics, last.record.failure)
 
@@ -252,28 +296,20 @@ class LiveLine(Observer):
     def on_finish(self) -> None:
         self.say(self._text(0))
 
-    def _say_if_late(self, work: Work) -> None:
-        """That a stage takes far longer than predicted, once of each piece of work: it may hang."""
-        if self._left is None or work in self._late:
-            return
-        job = isinstance(work, PrepareJob)  # which tells of all its stages at its end
-        predicted = self._left.of_piece(work) if job else self._left.of_stage(work)
-        predicted += 0.0 if self._left.measured else self._start_s
-        passed = self._clock() - self._since.get(work, self._clock())
-        if predicted and passed > max(LATE * predicted, _LATE_LEAST_S):
-            self._late.add(work)
+    def seconds_left(self) -> tuple[float, float] | None:
+        """Predict the seconds until the search is done, at least and at most; None where nothing was predicted, or nothing is
+        left."""
+        if self._forecast is None or self._done >= self._total:
+            return None
+        return self._forecast.seconds(self._forecast.time.spread or self._forecast.slowdown)
+
+    def _say_what_is_late(self) -> None:
+        for work, passed, predicted in self._forecast.late() if self._forecast is not None else ():
             what = f"{work}" if isinstance(work, PrepareJob) else f"a stage of {work.run.label} {work.config.name}"
             self.say(
                 f"warning: {what} takes {_clock_text(passed)}, and {_clock_text(predicted)} were predicted: its machine is busy, "
                 "or its worker hangs; --trial-timeout SECONDS ends one that hangs"
             )
-
-    def _end(self, work: Work) -> None:
-        self._since.pop(work, None)
-        self._prepared += isinstance(work, PrepareJob)
-        if self._left is not None:
-            self._left.end(work)
-            self._changed = self._clock()
 
     def _count(self, key: str, status: str, metrics: Mapping[str, float], failure: str = "") -> None:
         self._done += 1
@@ -287,7 +323,7 @@ class LiveLine(Observer):
             self._draws.setdefault(self._groups[key], {}).setdefault(config, []).append(known)
 
     def _best(self) -> str:
-        """The most accurate configuration of each group, by the mean of its draws; of equal ones, by rule "accuracy", that of
+        """Name the most accurate configuration of each group, by the mean of its draws; of equal ones, by rule "accuracy", that of
         lower perplexity, fewer calibration tokens, the name."""
         best = []
         for label, configs in self._draws.items():
@@ -304,30 +340,16 @@ class LiveLine(Observer):
 
     def _text(self, running: int) -> str:
         best = self._best()
-        jobs = f"prepared {self._prepared}/{len(self._jobs)}, " if self._prepared < len(self._jobs) else ""
+        jobs = f"prepared {self._prepared}/{self._num_jobs}, " if self._prepared < self._num_jobs else ""
         classes = f" ({failure_counts(self._failures)})" if self._failures else ""
         counts = f"[{self._done}/{self._total}] {jobs}running {running}, failed {len(self._failures)}{classes}"
         counts += f", stopped {self._stopped}" if self._stopped else ""
         return f"{counts}{', ' if best else ''}{best}{self._eta()}"
 
     def _eta(self) -> str:
-        if self._left is None or self._done >= self._total:
+        if self._forecast is None or self._done >= self._total:
             return ""
-        seconds, ends = self._expected(self._left), (1.0, 1.0) if self._tried else self._slowdown
-        passed = self._clock() - self._changed
-        return f", ETA {' to '.join(dict.fromkeys(_clock_text(seconds * end - passed) for end in ends))}"
-
-    def seconds_left(self) -> tuple[float, float] | None:
-        """Until the search is done, at least and at most; None where nothing was predicted, or nothing is left."""
-        if self._left is None or self._done >= self._total:
-            return None
-        seconds, ends = self._expected(self._left), (self._left.spread if self._tried else None) or self._slowdown
-        low, high = (max(0.0, seconds * end - (self._clock() - self._changed)) for end in ends)
-        return low, high
-
-    def _expected(self, left: TimeLeft) -> float:
-        """Seconds that are left: as predicted until a trial has ended."""
-        return left.seconds(as_predicted=not self._tried) + (0.0 if left.measured else self._start_s)
+        return f", ETA {' to '.join(dict.fromkeys(map(_clock_text, self._forecast.seconds())))}"
 
     def _write(self, text: str) -> None:
         text = printable(text)

@@ -20,20 +20,20 @@ GAIN = 1.5  # by which bfloat16 must be faster than float32 to be computed in wh
 
 
 def device_key(device: torch.device) -> str:
-    """What keys say of a device: "cpu", or the GPU's name, as another GPU has other kernels."""
+    """Return what keys say of a device: "cpu", or the GPU's name, as another GPU has other kernels."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def kernels_from(capability: tuple[int, int], architectures: Iterable[str]) -> str:
-    """From which compute capability on a torch built for `architectures` (sm_75, sm_90a, compute_120) has kernels, as in "7.5",
-    where `capability` (major, minor) is below it; else empty, also where none is named so: on a CPU, and by ROCm."""
+    """Return from which compute capability on a torch built for `architectures` (sm_75, sm_90a, compute_120) has kernels, as in
+    "7.5", where `capability` (major, minor) is below it; else empty, also where none is named so: on a CPU, and by ROCm."""
     named = [int(number) for name in architectures for number in re.findall(r"^(?:sm|compute)_(\d+)", name)]
     first = divmod(min(named, default=0), 10)
     return f"{first[0]}.{first[1]}" if capability < first else ""
 
 
 def lacks_kernels(index: int) -> str:
-    """Why this torch cannot compute on its GPU `index`, as the beginning of a sentence; empty where it can."""
+    """Say why this torch cannot compute on its GPU `index`, as the beginning of a sentence; empty where it can."""
     about = torch.cuda.get_device_properties(index)
     first = kernels_from((about.major, about.minor), torch.cuda.get_arch_list())
     return first and (
@@ -44,7 +44,7 @@ def lacks_kernels(index: int) -> str:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's as far as the system tells it: its model on x86 Linux, else what kind it is."""
+    """Return the GPU's name, or the CPU's as far as the system tells it: its model on x86 Linux, else what kind it is."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -55,7 +55,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def bfloat16_speed() -> float:
-    """How many times as fast as float32 this CPU multiplies matrices in bfloat16: above 1.5 with instructions for it (AMX,
+    """Measure how many times as fast as float32 this CPU multiplies matrices in bfloat16: above 1.5 with instructions for it (AMX,
     AVX512_BF16), far below 1 without. Measured once by a process, in some tens of milliseconds."""
     factors = {dtype: torch.ones(512, 1024, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     seconds = dict.fromkeys(factors, math.inf)
@@ -68,21 +68,21 @@ def bfloat16_speed() -> float:
 
 
 def fast_at_bfloat16(device: str) -> bool:
-    """Whether "cpu" or "cuda" gains by computing in bfloat16."""
+    """Return whether "cpu" or "cuda" gains by computing in bfloat16."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return bfloat16_speed() >= GAIN
 
 
 def reset_peak(devices: Iterable[torch.device]) -> None:
-    """From here on `peak_memory` counts what a GPU allocates."""
+    """Let `peak_memory` count from here on what a GPU allocates."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(devices: Iterable[torch.device]) -> int:
-    """Bytes of memory on the fullest device: another one must be as large."""
+    """Return the bytes of memory that were taken on the fullest device: another one must be as large."""
     return max(_peak_memory_bytes(device) for device in devices)
 
 
@@ -95,7 +95,7 @@ def _peak_memory_bytes(device: torch.device) -> int:
 
 
 def captured(step: Callable[[], object]) -> Callable[[], object]:
-    """`step` of a GPU as a CUDA graph: all of its kernels are launched as one, on the tensors that it uses now. It is run
+    """Return `step` of a GPU as a CUDA graph: all of its kernels are launched as one, on the tensors that it uses now. It is run
     once before that, on a side stream, as torch asks for: libraries set themselves up in it. Raises RuntimeError where it cannot be
     captured."""
     stream = _side_stream(torch.cuda.current_device())
@@ -111,5 +111,5 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """One of each GPU: on every stream cuBLAS takes a workspace of its own, and keeps it."""
+    """Return the one side stream of a GPU: on every stream cuBLAS takes a workspace of its own, and keeps it."""
     return torch.cuda.Stream(device)

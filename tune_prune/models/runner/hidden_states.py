@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import tempfile
 from collections.abc import Hashable, Iterator, MutableMapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from tune_prune.core.errors import UserError
 
 
 class KeptStates(MutableMapping[Hashable, Tensor]):
-    """Tensors by any key, kept on the CPU and handed out on `device`; without one, kept and handed out where they are."""
+    """Tensors by any key, kept in host memory and handed out on `device`; without one, kept and handed out where they are."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
@@ -44,18 +43,17 @@ class KeptStates(MutableMapping[Hashable, Tensor]):
 
 
 class SpilledStates(MutableMapping[Hashable, Tensor]):
-    """The same in a file of `folder` (None: the system's folder for temporary files).
+    """Tensors by any key, kept in a file of the system's folder for temporary files and handed out on `device`.
 
     The file has no name, so nothing is left behind however the process ends; it is gone when the object is. Room that a key
     had is used again for one of equal size. Raises UserError where the file cannot be made, cannot grow or cannot be read.
     """
 
-    def __init__(self, device: torch.device, folder: Path | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._folder = folder
         try:
             # Closed when it is collected. Without a buffer, in which what a full disk has refused would wait for that.
-            self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         except OSError as error:
             raise self._error("cannot be made", error) from error
         self._places: dict[Hashable, tuple[int, torch.Size, torch.dtype]] = {}  # where each begins, in bytes
@@ -106,7 +104,7 @@ class SpilledStates(MutableMapping[Hashable, Tensor]):
 
     def _error(self, what: str, error: OSError) -> UserError:
         return UserError(
-            f"the file for states between layers in {self._folder or tempfile.gettempdir()} {what} ({error.strerror}); make room "
+            f"the file for states between layers in {tempfile.gettempdir()} {what} ({error.strerror}); make room "
             "there, or set TMPDIR to another folder"
         )
 

@@ -74,7 +74,7 @@ class Carried:
         self._calls[key] = self._latest[hidden.shape] = known if known is not None and _equal(known, calls) else calls
 
     def run(self, layer: nn.Module, index: int, key: Hashable, hidden: Tensor) -> Tensor:
-        """What `layer`, number `index`, makes of `hidden` as a state of the batch `key`."""
+        """Return what `layer`, number `index`, makes of `hidden` as a state of the batch `key`."""
         args, kwargs = self._calls[key][index]
         output: Tensor = layer(hidden, *args, **kwargs)
         return output
@@ -91,7 +91,7 @@ class LayerRunner:
 
     @property
     def device(self) -> torch.device:
-        """On which layers run; the first of several."""
+        """The device on which layers run; the first of several."""
         return self.residency.device or self.model.device
 
     @property
@@ -100,16 +100,16 @@ class LayerRunner:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The model's, once each."""
+        """The parameters of the model, once each."""
         return list(self.model.parameters())
 
     @cached_property
     def losses(self) -> NextTokenLosses:
-        """Of the model as a whole, which has its weights."""
+        """The losses of the model as a whole, which has its weights."""
         return NextTokenLosses(self.model)
 
     def blocks(self, batches: Mapping[Key, Tensor], states: int = 1) -> Iterator[dict[Key, Tensor]]:
-        """The `batches` (key -> tokens [B, T]) in their order, in groups that go through the layers together; so many hidden
+        """Yield the `batches` (key -> tokens [B, T]) in their order, in groups that go through the layers together; so many hidden
         `states` are carried for each of their tokens."""
         limit = self.residency.block_tokens
         if limit is None:
@@ -127,13 +127,14 @@ class LayerRunner:
             yield block
 
     def states(self) -> MutableMapping[Hashable, Tensor]:
-        """An empty place for hidden states."""
+        """Make an empty place for hidden states."""
         if self.residency.states == "file":
-            return SpilledStates(self.device, self.residency.spill_folder)
+            return SpilledStates(self.device)
         return KeptStates(None if self.residency.states == "device" else self.device)
 
     def embedded(self, batches: Mapping[Key, Tensor], extra: Mapping[Key, Mapping[str, Any]] | None = None) -> Carried:
-        """The batches in front of layer 0. `extra`: what else the model is given with a batch (masks, position ids)."""
+        """Embed the batches, which are then in front of layer 0. `extra`: what else the model is given with a batch (masks,
+        position ids)."""
         carried = Carried(self.states())
         with self._start() as start:
             for key, samples in batches.items():
@@ -141,8 +142,8 @@ class LayerRunner:
         return carried
 
     def layers(self, order: Sequence[int] | None = None) -> Iterator[tuple[int, nn.Module]]:
-        """Number and layer, for the numbers in `order` (None: all, from the first). Where weights are elsewhere, a layer is a copy
-        that holds them only until the next is asked for."""
+        """Yield number and layer, for the numbers in `order` (None: all, from the first). Where weights are elsewhere, a layer
+        is a copy that holds them only until the next is asked for."""
         order = range(self.num_layers) if order is None else order
         if self.residency.weights is None:
             return ((index, self._layers[index]) for index in order)
@@ -150,7 +151,7 @@ class LayerRunner:
         return layers_in_turn(self._layers, self.residency.weights, prefix, order, self.device)
 
     def forward(self, block: Mapping[Key, Tensor]) -> MutableMapping[Hashable, Tensor]:
-        """What the last layer gives, by the batches' keys."""
+        """Return what the last layer gives, by the batches' keys."""
         carried = self.embedded(block)
         for index, layer in self.layers():
             for key in block:
@@ -159,7 +160,7 @@ class LayerRunner:
 
     @contextmanager
     def tail(self) -> Iterator[NextTokenLosses]:
-        """The losses of what the last layer gives: `losses(samples, hidden states)`."""
+        """Bring what stands behind the layers, for losses of what the last layer gives: `losses(samples, hidden states)`."""
         if self.residency.weights is None:
             yield self._resident_tail
         else:
@@ -168,7 +169,8 @@ class LayerRunner:
 
     @contextmanager
     def _start(self) -> Iterator[Callable[..., tuple[Tensor, list[_Call]]]]:
-        """A function: samples, and what else the model is given -> their embedding, and what every layer is given."""
+        """Bring what stands in front of the layers, as a function: samples, and what else the model is given -> their
+        embedding, and what every layer is given."""
         if self.residency.weights is None:
             yield self._resident_start
         else:
@@ -223,7 +225,7 @@ class LayerRunner:
         return NextTokenLosses(shell, forward, probe)
 
     def _shell(self, parameters: Mapping[int, nn.Parameter], run: Callable[[Tensor, _Call], Tensor]) -> PreTrainedModel:
-        """The model without its layers, with `parameters` in the places of its own, by their ids."""
+        """Make the model without its layers, with `parameters` in the places of its own, by their ids."""
         memo: dict[int, object] = {**shared(self.model), **parameters}
         if self.residency.weights is not None:
             memo |= {id(buffer): buffer.to(self.device) for buffer in self.model.buffers()}
@@ -232,7 +234,7 @@ class LayerRunner:
 
     @contextmanager
     def _brought(self, without: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-        """The parameters outside the layers and `without`, on the device, by the ids of the model's own."""
+        """Bring the parameters outside the layers and `without`, on the device, by the ids of the model's own."""
         assert self.residency.weights is not None
         others = {id(module) for part in (self._layers, without) for module in part.modules()}
         needed = {
@@ -255,7 +257,7 @@ class LayerRunner:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Whether two calls, or parts of them, are the same in every bit."""
+    """Return whether two calls, or parts of them, are the same in every bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.dtype == other.dtype and torch.equal(one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -39,7 +39,7 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def on_device(tensor: Tensor, device: torch.device) -> nn.Parameter:
-    """A weight to be computed with: contiguous, and in memory that torch has allocated itself.
+    """Bring a weight to be computed with: contiguous, and in memory that torch has allocated itself.
 
     So one that is mapped from a file is copied also where it is on that device: it begins wherever the file has it, and there
     matrix products may add up in another order. One that was converted on the way is torch's own already.
@@ -70,7 +70,7 @@ def _parameter(weight: Tensor, device: torch.device | None) -> nn.Parameter:
 
 
 def first_non_finite(weights: Weights) -> str | None:
-    """The name of the first one that holds NaN or infinity. One weight is in memory at a time."""
+    """Return the name of the first weight that holds NaN or infinity. One weight is in memory at a time."""
 
     def finite(tensor: Tensor) -> bool:
         # Ten times as fast as isfinite, without its memory; NaN is both least and largest.
@@ -80,7 +80,7 @@ def first_non_finite(weights: Weights) -> str | None:
 
 
 def shared(module: nn.Module) -> dict[int, object]:
-    """A memo for `copy.deepcopy`: the copy has the parameters, buffers and configs of `module` itself."""
+    """Make a memo for `copy.deepcopy`: the copy has the parameters, buffers and configs of `module` itself."""
     configs = (part.config for part in module.modules() if hasattr(part, "config"))
     return {id(one): one for one in (*module.parameters(), *module.buffers(), *configs)}
 
@@ -88,7 +88,7 @@ def shared(module: nn.Module) -> dict[int, object]:
 def layers_in_turn(
     layers: nn.ModuleList, weights: Weights, prefix: str, order: Sequence[int], device: torch.device
 ) -> Iterator[tuple[int, nn.Module]]:
-    """Number and layer, for the numbers in `order`: copies of `layers` with their `weights`, named "<prefix><number>.<name>".
+    """Yield number and layer, for the numbers in `order`: copies of `layers` with their `weights`, named "<prefix><number>.<name>".
 
     Two are in memory at a time: the one that is handed out, which is emptied when the next is asked for, and that one.
     """
@@ -109,14 +109,14 @@ def layers_in_turn(
 
 
 def give_back() -> None:
-    """Freed memory that the C library keeps, to the system. It has an arena for every thread, so that after a pass that has read
-    layers in another one it would hold up to half a gigabyte."""
+    """Give freed memory that the C library keeps back to the system. The library has an arena for every thread, so that after a
+    pass that has read layers in another one it would hold up to half a gigabyte."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc's alone
         trim(0)
 
 
 def _with(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A copy of `layer` that has those, by their names in it."""
+    """Copy `layer` with these parameters, by their names in it."""
     memo = shared(layer)
     return copy.deepcopy(layer, memo | {id(p): parameters[name] for name, p in layer.named_parameters()})

@@ -31,9 +31,9 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 
 
 def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
-    """`loading.load_model` without memory for weights: they are read from safetensors files, as `dtype`, when they are needed on
-    `device`. `residency` says where hidden states are. Raises UserError as `load_model` does, from the files' headers alone, and
-    for weights that are pickled."""
+    """Open a model as `loading.load_model` does, but without memory for weights: they are read from safetensors files, as
+    `dtype`, when they are needed on `device`. `residency` says where hidden states are. Raises UserError as `load_model` does,
+    from the files' headers alone, and for weights that are pickled."""
     transformers_logging.disable_progress_bar()
     config = loading.load_config(source)
     family = family_of(config.model_type)
@@ -59,13 +59,14 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
 
 
 def readable_in_place(source: ModelSource) -> bool:
-    """Whether the weights can stay in their files: those that are pickled cannot. Downloads those of the hub. Raises UserError."""
+    """Return whether the weights can stay in their files: those that are pickled cannot. Downloads those of the hub. Raises
+    UserError."""
     return bool(weight_files.files(_folder(source)))
 
 
 def to_bring_layers(readable: bool, gpus: int) -> str:
-    """What has to be done before layers can be brought one at a time, of weights that are `readable_in_place` or not, to so many
-    GPUs; "" where they can be."""
+    """Say what has to be done before layers can be brought one at a time, of weights that are `readable_in_place` or not, to so
+    many GPUs; "" where they can be."""
     steps = {
         "save the model with save_pretrained, which writes safetensors (tensors of a pickle cannot be read one at a time)": (
             not readable
@@ -76,9 +77,9 @@ def to_bring_layers(readable: bool, gpus: int) -> str:
 
 
 def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:
-    """Parameters as `dtype`; `places`: where each is. A file is opened for every tensor, so that none stays mapped. A tensor that
-    cannot be read any more is a UserError, and so is one whose file has changed: numbers would be those of two models, and to read
-    a map beyond the end of a file that was cut ends the process."""
+    """Make a mapping of the parameters as `dtype`; `places`: where each is. A file is opened for every tensor, so that none
+    stays mapped. A tensor that cannot be read any more is a UserError, and so is one whose file has changed: numbers would be
+    those of two models, and to read a map beyond the end of a file that was cut ends the process."""
     kind = str(dtype).removeprefix("torch.")
     index = {
         name: {"safetensors_file": str(path), "weight_name": stored, "dtype": kind}
@@ -106,13 +107,13 @@ def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """What tells that a file is still the same: bytes and time of its last change."""
+    """Return what tells that a file is still the same: bytes and time of its last change."""
     about = path.stat()
     return about.st_size, about.st_mtime_ns
 
 
 def _folder(source: ModelSource) -> Path:
-    """Where the weight files are; those of the hub are downloaded. Raises UserError."""
+    """Return the folder of the weight files; those of the hub are downloaded. Raises UserError."""
     if source.kind != "hub":
         return Path(source.location)
     loading.fetch_weights(source)

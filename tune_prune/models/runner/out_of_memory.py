@@ -66,7 +66,7 @@ class Shortage:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that memory does not suffice, and nothing else."""
+    """Return whether an error says that memory does not suffice, and nothing else."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):
@@ -75,7 +75,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(run: Callable[[], T], device: torch.device) -> T | Shortage:
-    """What `run` gives, or why memory did not suffice; then all that it had is given back. Raises whatever else `run` raises."""
+    """Return what `run` gives, or why memory did not suffice; then all that it had is given back. Raises whatever else `run`
+    raises."""
     try:
         return run()
     except Exception as error:
@@ -103,9 +104,9 @@ def first_that_fits(
     device: torch.device,
     step: Callable[[], str] = str,
 ) -> T:
-    """What `run` gives in the first of `ways` in which memory suffices; the next one is asked for when all that the one before had
-    is given back. Raises OutOfMemory where none does, which begins its advice with `step` (of a share of a GPU, with a
-    larger one), and whatever else `run` raises."""
+    """Return what `run` gives in the first of `ways` in which memory suffices; the next one is asked for when all that the one
+    before had is given back. Raises OutOfMemory where none does, which begins its advice with `step` (of a share of a GPU, with
+    a larger one), and whatever else `run` raises."""
     tried: list[str] = []
     for way in ways:
         found = attempt(partial(run, way), device)

@@ -20,13 +20,13 @@ from tune_prune.models.families import Family, decoder_layers
 
 
 def layers_on(num_layers: int, devices: int) -> int:
-    """The most decoder layers that one of so many devices has."""
+    """Return the most decoder layers that one of so many devices has."""
     return -(-num_layers // devices)
 
 
 def device_map(model: PreTrainedModel, family: Family, devices: Sequence[Any]) -> dict[str, Any]:
-    """Where each module of `model` (on the meta device) is, by its name: what stands in front of the layers, with a head that is
-    tied to it, on the first of `devices`; what stands behind them on the last."""
+    """Return where each module of `model` (on the meta device) is, by its name: what stands in front of the layers, with a head
+    that is tied to it, on the first of `devices`; what stands behind them on the last."""
     layers = len(decoder_layers(model, family))
     each = layers_on(layers, len(devices))
     places = {f"{family.layers}.{index}": devices[index // each] for index in range(layers)}

@@ -98,7 +98,7 @@ def least_squares(
     # Where the model's own weights stay in their files there is no room for these.
     weights: MutableMapping[Hashable, Tensor] = {}
     if residency.weights is not None:
-        weights = SpilledStates(torch.device("cpu"), residency.spill_folder)
+        weights = SpilledStates(torch.device("cpu"))
     blocks = []
     with terminal.step("repair", lambda: last + 1, "layers") as advance:
         carried = runner.embedded(batches)
