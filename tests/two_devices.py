@@ -83,7 +83,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     there = bool(given) and isinstance(given[0], FarTensor) if asked is None else asked == FAR
 
     def inside(value: Any) -> Any:
-        return value.near if isinstance(value, FarTensor) else NEAR if isinstance(value, torch.device) else value
+        if isinstance(value, FarTensor):
+            return value.near
+        return NEAR if value == FAR else value  # the meta device stays what it is
 
     def outside(value: Any) -> Any:
         if not there or not isinstance(value, torch.Tensor):
