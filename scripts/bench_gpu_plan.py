@@ -46,9 +46,9 @@ from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
+from tune_prune.models.loading import map_model
 from tune_prune.models.runner.devices import captured
 from tune_prune.models.runner.layer_runner import LayerRunner
-from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 from tune_prune.tuning.memory import Shapes

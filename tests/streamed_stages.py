@@ -25,9 +25,8 @@ from tune_prune.evaluation.engine.prefix_trees import score_items
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.catalog import resolve
-from tune_prune.models.loading import LoadedModel
+from tune_prune.models.loading import LoadedModel, map_model
 from tune_prune.models.runner.layer_weights import LazyWeights
-from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import Residency
 from tune_prune.models.weight_files import write_weights
 from tune_prune.pruning.compensation import recovery

@@ -23,7 +23,7 @@ from tests.checkpoints import (
     read_alone,
     write_cases,
 )
-from tests.conftest import VARIANTS, build_tiny
+from tests.conftest import build_tiny
 from tests.pruning.test_surgery import plan_of, tokens, zeroed
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
@@ -206,36 +206,6 @@ def error(model: torch.nn.Module, case: Case) -> float:
         return (model(input_ids=tokens()).logits - expected).abs().max().item()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_what_is_saved_is_a_model_that_runs(cases, padded):
-    for variant in VARIANTS:
-        case = cases[f"{variant}/both of a middle layer" + "/padded" * padded]
-        model = as_saved(build_tiny(variant, torch.float32), case.plan, padded)
-        assert error(model, case) <= FLOAT32_TOLERANCE, variant
-        assert (type(model).__module__ == type(case.truth).__module__) == padded
-
-
-@pytest.mark.parametrize("shape", NAMES)
-def test_beams_are_the_same_with_every_cache(cases, shape):
-    model = load(cases[f"mistral-sliding/{shape}"])
-    ids = tokens(rows=2, length=7)
-
-    def greedy(**how: Any) -> torch.Tensor:
-        return model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=6,
-            num_beams=3,
-            do_sample=False,
-            pad_token_id=0,
-            **how,
-        )
-
-    without = greedy(use_cache=False)
-    assert torch.equal(greedy(), without)
-    assert torch.equal(greedy(cache_implementation="static"), without)
-
-
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-biases-tied"])
 def test_tied_embeddings_stay_tied(cases, name):
     model = load(cases[f"{name}/both of a middle layer"])
@@ -268,14 +238,6 @@ def test_a_device_map_spreads_it_over_memory_and_disk(cases, name, shape, tmp_pa
     assert all(place.count(".") <= 2 for place in places), "a layer was torn apart"
     assert any(p.device.type == "meta" for p in spread.parameters())
     assert error(spread, case) <= FLOAT32_TOLERANCE
-
-
-def test_weights_in_many_files_load(tmp_path, cases):
-    case = cases["llama-biases/both of a middle layer"]
-    load(case).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()) and error(model, case) <= FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -152,7 +152,9 @@ def granite_scales(model: PreTrainedModel) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("case", "shape"), WRITTEN)
-def test_every_array_is_the_model_s(case: str, shape: str, write: Callable[..., File]):
+def test_every_array_is_the_model_s_and_sizes_are_those_of_the_modules(
+    case: str, shape: str, write: Callable[..., File]
+):
     variant, overrides = CASES[case]
     model = pruned(variant, shape, **overrides)
     file = write(variant, model)
@@ -174,13 +176,11 @@ def test_every_array_is_the_model_s(case: str, shape: str, write: Callable[..., 
             read = as_transformers_has_it(read, model.model.layers[0].self_attn.head_dim)
         exact = name not in scaled and not name.endswith("ffn_down.bias")  # the latter may be sums
         np.testing.assert_allclose(read, values, rtol=0 if exact else 1e-6, err_msg=name)
+    assert_sizes_are_said(file, model, case, shape)
 
 
-@pytest.mark.parametrize(("case", "shape"), WRITTEN)
-def test_metadata_say_the_widths_of_the_modules(case: str, shape: str, write: Callable[..., File]):
+def assert_sizes_are_said(file: File, model: PreTrainedModel, case: str, shape: str) -> None:
     variant, overrides = CASES[case]
-    model = pruned(variant, shape, **overrides)
-    file = write(variant, model)
     empty_attention = int(file.architecture == "openelm")
     groups, channels = (list(kept) for kept in SHAPES[shape])
     if shape == "layer dropped" and "biases" not in variant:  # there the biases of the layer stay

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tune_prune.checkpoint.layers import Sizes, aligned, size_table, sizes
+from tune_prune.checkpoint.layers import Sizes, size_table, sizes
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.pruned.configuration_tune_prune import PrunedLlamaConfig
 from tune_prune.models.pruned.modeling_tune_prune import PrunedLlamaForCausalLM
@@ -142,7 +142,3 @@ def test_table() -> None:
         "pruned    6,424,209,000   80.0%  12,848,461,234   80.0%             98,304   75.0%        5,898,606,184   78.6%",
         "padded    8,030,261,248  100.0%               -       -                  0    0.0%        7,504,658,432  100.0%",
     ]
-
-
-def test_aligned_leaves_no_space_behind_a_line() -> None:
-    assert aligned([["a", "1", ""], ["bbb", "22", "x"]]) == ["a     1", "bbb  22  x"]

@@ -21,9 +21,8 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import NotFinite, UserError
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models.catalog import resolve
-from tune_prune.models.loading import load_tokenizer
+from tune_prune.models.loading import load_tokenizer, map_model
 from tune_prune.models.runner import layer_weights
-from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import Residency
 from tune_prune.trial.context import ArtifactStore, TrialContext
 from tune_prune.trial.trial import Trial, run_trial

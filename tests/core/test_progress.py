@@ -103,20 +103,16 @@ def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Pa
     assert all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
 
 
-@pytest.mark.parametrize(
-    ("fmt", "unit", "written"), [("hf", "files", 2), ("gguf", "tensors", 2 + 9 * 5)], ids=["hf", "gguf"]
-)
-def test_writing_a_checkpoint_fills_its_bars(
-    fmt: str, unit: str, written: int, bars: list[Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("fmt", ["hf", "gguf"])
+def test_writing_a_checkpoint_fills_its_bars(fmt: str, bars: list[Any], tmp_path: Path) -> None:
     folder, config = tmp_path / "pruned", ["--method", "magnitude", "--device", "cpu"]
     argv = ["--model", "tiny-llama", *config, "--format", fmt, "--shard-gb", "0.0004", "--output", str(folder)]
     with terminal():
         assert prune.main(argv) == 0
     found = {bar.desc: bar for bar in bars}
     assert all(bar.n == bar.total for bar in bars)
-    assert (found["weights"].unit, found["weights"].total) == ("tensors", 2 + 9 * 5)  # of five layers
-    assert (found["writing"].unit, found["writing"].total) == (unit, written)
+    for name in ("weights", "writing"):
+        assert (found[name].unit, found[name].total) == ("tensors", 2 + 9 * 5)  # of five layers
     sizes = [path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf")]
     assert sorted(bar.total for bar in bars if bar.desc == "checksum") == sorted(sizes)
 

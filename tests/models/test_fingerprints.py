@@ -14,11 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.pruned_checkpoints import change_weights
 from tune_prune.checkpoint import manifest
-from tune_prune.core.errors import UserError
-from tune_prune.models import fingerprints, loading, weight_files
+from tune_prune.models import fingerprints, loading
 from tune_prune.models.catalog import resolve
 from tune_prune.models.loading import load_config, model_fingerprint
-from tune_prune.models.runner.mapped_model import map_model
 
 
 def mark(folder: Path) -> str:
@@ -153,35 +151,3 @@ def test_weights_in_a_folder_below_are_of_the_model(complete, folder):
     tensors["model.norm.weight"][0] = 9.0
     save_file(tensors, weights, {"format": "pt"})
     assert mark(folder) != before
-
-
-def test_a_stored_head_that_differs_from_tied_embeddings_is_refused(tiny, folder):
-    """transformers would take it for a head of its own, and saving would lose it."""
-    tiny("llama-tied", torch.float32).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    source = resolve(str(folder))
-    weight_files.check_weights(folder, loading.meta_model(load_config(source)))
-    assert (
-        loading.load_model(source, torch.float32, "cpu").geometry.total_params
-        == map_model(source, torch.float32, "cpu").geometry.total_params
-    )
-    tensors["lm_head.weight"][0, 0] += 1
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    said = "lm_head.weight, but its config.json says that they are one"
-    with pytest.raises(UserError, match=said):
-        weight_files.check_weights(folder, loading.meta_model(load_config(source)))
-    with pytest.raises(UserError, match=said):
-        map_model(source, torch.float32, "cpu")
-    with pytest.raises(UserError, match=said):
-        loading.load_model(source, torch.float32, "cpu")
-
-
-def test_weights_that_the_config_does_not_have_are_refused_before_they_are_loaded(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]})
-    )
-    with pytest.raises(UserError, match=r"layers\.1\..* is not used, and [0-9]+ more such"):
-        weight_files.check_weights(folder, loading.meta_model(load_config(resolve(str(folder)))))

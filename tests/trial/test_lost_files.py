@@ -21,7 +21,7 @@ from tune_prune.core.config import EMBEDDED_DATA
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.models.catalog import resolve
-from tune_prune.models.runner.mapped_model import map_model
+from tune_prune.models.loading import map_model
 from tune_prune.models.runner.residency import Residency
 from tune_prune.trial.context import ArtifactStore, TrialContext
 from tune_prune.trial.trial import Trial

@@ -261,7 +261,7 @@ def test_a_model_whose_weights_do_not_fit_is_streamed_and_opened_so_again(tmp_pa
         loads.append(args)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *args, **_: too_large(*args))
+    monkeypatch.setattr(loading, "bring", too_large)
     cache = ContextCache(WorkerSettings(tmp_path, tmp_path / "artifacts", TrialResources()))
     context = cache.open(SMALL)
     assert context.loaded.residency.from_files and len(loads) == 1
@@ -363,7 +363,7 @@ def test_an_opened_model_whose_weights_do_not_fit_is_measured_from_its_files(tmp
     def too_large(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", too_large)
+    monkeypatch.setattr(loading, "bring", too_large)
     model = tune_prune.open("tiny-llama")
     found = model.evaluate(limit=4, tasks="boolq")
     assert (found.ppl, found.acc_mean) == (expected.ppl, expected.acc_mean)

@@ -1,27 +1,36 @@
-"""Load a model and its tokenizer, or only its shape, and say in one sentence what is missing when that fails."""
+"""Load a model and its tokenizer, or only its shape, and say in one sentence what is missing when that fails.
+
+A model is modules that transformers makes of its config and a mapping from names to weights, which reads the files: `load_model`
+brings all of them to a device, `map_model` leaves them where they are.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from accelerate.utils import OffloadedWeightsLoader
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.configuration_utils import PretrainedConfig
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from tune_prune.core import terminal
@@ -34,10 +43,8 @@ from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.gguf import convert
 from tune_prune.models.gguf import files as gguf_files
 from tune_prune.models.runner import devices, spread
-from tune_prune.models.runner.out_of_memory import is_out_of_memory
+from tune_prune.models.runner.layer_weights import LazyWeights, bring
 from tune_prune.models.runner.residency import RESIDENT, Residency
-
-ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
 WIDE = ("float32", "float64", "F32")  # of `stored_as`: what bfloat16 would round
 
@@ -252,84 +259,126 @@ def check_weights(source: ModelSource, config: PretrainedConfig, needed: bool = 
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
-    """Load weights and tokenizer. `residency` is how passes over the model hold what else they need, and over how many GPUs its
-    layers are spread. Raises UserError where the model is not available, its weights do not fit its config (never leaves a tensor
-    at random values), or its family is not supported."""
+    """Load weights and tokenizer, straight to the device, a tensor at a time. `residency` is how passes over the model hold what
+    else they need, and over how many GPUs its layers are spread. Raises UserError where the model is not available, its weights do
+    not fit its config (never leaves a tensor at random values), or its family is not supported."""
+    loaded, stored = _opened(source, dtype, device)
+    model, family = loaded.model, loaded.family
+    places: dict[str, Any] = (
+        {"": device} if residency.gpus == 1 else spread.device_map(model, family, range(residency.gpus))
+    )
+    with terminal.step("weights", lambda: len(list(model.parameters())), "tensors") as advance:
+
+        def weights_below(module: str) -> LazyWeights:
+            def find(name: str) -> torch.Tensor:
+                advance(1)
+                return stored[f"{module}.{name}".removeprefix(".")]
+
+            return LazyWeights([name for name, _ in model.get_submodule(module).named_parameters()], find)
+
+        for module, place in places.items():
+            bring(model.get_submodule(module), weights_below(module), torch.device(place))
+    model.tie_weights()  # where the parts of a spread model had one weight
+    if residency.gpus > 1:
+        spread.follow_weights(model, family)
+    return replace(loaded, residency=residency)
+
+
+def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
+    """Open a model without memory for its weights: they are read from safetensors files, as `dtype`, when they are needed on
+    `device`. `residency` says where hidden states are. Raises UserError as `load_model` does, from the files' headers alone, and
+    for weights that are pickled."""
+    loaded, stored = _opened(source, dtype, device, in_place=True)
+    return replace(loaded, residency=replace(residency, weights=stored, device=torch.device(device)))
+
+
+def _opened(
+    source: ModelSource, dtype: torch.dtype, device: str, in_place: bool = False
+) -> tuple[LoadedModel, LazyWeights]:
+    """Return a model whose parameters are on the meta device, and its weights, which are read when they are asked for. `in_place`:
+    raise UserError for weights that can only be loaded as a whole."""
+    transformers_logging.disable_progress_bar()
     config = load_config(source)
     family = family_of(config.model_type)
-    revision = source.revision or "main"
     if device == "cuda":
         set_up_gpu()
     tokenizer = load_tokenizer(source)
-    fetch_weights(source)
-    check_weights(source, config)
-    # Straight to the device, a tensor at a time: several workers load at once.
-    places: dict[str, Any] = {"": device}
-    if residency.gpus > 1:
-        places = spread.device_map(meta_model(config), family, range(residency.gpus))
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its load report is turned into our sentence below
-    transformers_logging.disable_progress_bar()
-    try:
-        with bars_as("weights", "tensors"):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.location,
-                config=config,
-                revision=revision,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=False,
-                output_loading_info=True,
-                device_map=places,
-                ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
-            )
-        model, report = loaded
-    except Exception as error:  # safetensors, torch and the hub each raise their own kinds
-        if is_out_of_memory(error):
-            raise
-        raise unsupported.unavailable(source, error, "weights") from error
-    finally:
-        transformers_logging.set_verbosity(level)
-    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    wrong += [
-        f"{name} is {list(shape)} instead of {list(size)}" for name, shape, size in sorted(report["mismatched_keys"])
-    ]
-    weight_files.check_fit(source.location, wrong)
-    model.eval().requires_grad_(False)
-    generation = model.generation_config
-    if generation._from_model_config:  # made from config.json, so with what that says of how a model is run
+    folder = weights_folder(source)
+    # Its buffers are in no file (rotary frequencies): they are made on the CPU, and its parameters nowhere.
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+    model.tie_weights()  # what was tied has become two parameters
+    if generation_file := _generation_file(source):
+        model.generation_config = GenerationConfig.from_pretrained(Path(generation_file).parent)
+    else:  # made from config.json, so with what that says of how a model is run
+        generation = model.generation_config
         generation.use_cache = None if generation.use_cache is None else True
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
             setattr(generation, name, getattr(generation, name) and None)  # no longer True; False and None stay
-    _align(model)
-    if residency.gpus > 1:
-        spread.follow_weights(model, family)
-    return LoadedModel(source, model, tokenizer, family, read_geometry(model, family), residency)
+    model.eval().requires_grad_(False)
+    read_places = weight_files.stored_tensors if in_place else weight_files.check_weights
+    stored = _stored_weights(read_places(folder, model, source.location), dtype)
+    return LoadedModel(source, model, tokenizer, family, read_geometry(model, family)), stored
 
 
-@contextmanager
-def bars_as(name: str, unit: str) -> Iterator[None]:
-    """Within the context, loops of transformers that have a bar are steps of ours inside (core.terminal), of that name and unit."""
-
-    def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return terminal.over(args[0], name, unit) if args else factory(**options)
-
-    before = transformers_logging.set_tqdm_hook(bar)
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(before)
+def _generation_file(source: ModelSource) -> str | None:
+    """Return where the model's generation_config.json is; None where it has none, or the hub does not answer."""
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path: str | None = cached_file(
+        source.location, "generation_config.json", revision=source.revision or "main", **quietly
+    )
+    return path
 
 
-def _align(model: PreTrainedModel) -> None:
-    """Move weights on the CPU to addresses such as torch gives to new tensors.
+def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:
+    """Map parameters to their weights as `dtype`; `places`: where each is. A file is opened for every tensor, so that none stays
+    mapped. A tensor that cannot be read any more is a UserError, and so is one whose file has changed: numbers would be those of
+    two models, and to read a map beyond the end of a file that was cut ends the process."""
+    states = {path: _state(path) for path, _ in places.values()}
+    pickles = {path: weight_files.unpickled(path) for path in states if path.suffix == ".bin"}
+    kind = str(dtype).removeprefix("torch.")
+    # accelerate's loader reads a tensor from a safetensors file in place (memory-mapped), in the type that is asked for.
+    loader = OffloadedWeightsLoader(
+        index={
+            name: {"safetensors_file": str(path), "weight_name": stored, "dtype": kind}
+            for name, (path, stored) in places.items()
+        }
+    )
 
-    They come mapped from their file, behind a header of any length, and there matrix products add up in another order: a
-    model that was pruned in memory and the checkpoint saved from it would differ in the last bit.
-    """
-    for p in model.parameters():
-        if p.device.type == "cpu" and p.data_ptr() % ALIGNMENT:
-            p.data = p.data.clone()
+    def find(name: str) -> torch.Tensor:
+        path, stored = places[name]
+        try:
+            if _state(path) != states[path]:
+                raise OSError("it has changed since the start")
+            tensor: torch.Tensor = pickles[path][stored].to(dtype) if path in pickles else loader[name]
+        except (OSError, SafetensorError) as error:
+            cause = " ".join(str(error).split())
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise MemoryError(f"{path} cannot be mapped: {cause}") from error
+            raise UserError(
+                f"{stored} cannot be read from weight file {path} any more ({cause}); restore the file, then start again"
+            ) from error
+        return tensor
+
+    return LazyWeights(places, find)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Return what tells that a file is still the same: bytes and time of its last change."""
+    about = path.stat()
+    return about.st_size, about.st_mtime_ns
+
+
+def weights_folder(source: ModelSource) -> Path:
+    """Return where the weight files are; those of the hub are downloaded. Raises UserError."""
+    if source.kind != "hub":
+        return Path(source.location)
+    fetch_weights(source)
+    folder = hub.folder(source.location, source.revision)
+    assert folder is not None, "load_config has read its config.json"
+    return folder
 
 
 def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:

@@ -128,7 +128,7 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and type (in safetensors' words) of every tensor of a weight file, by its header alone. Raises UserError."""
     try:
         if path.suffix == ".bin":
-            tensors = {name: tensor for name, tensor in _unpickled(path).items() if isinstance(tensor, torch.Tensor)}
+            tensors = {name: tensor for name, tensor in unpickled(path).items() if isinstance(tensor, torch.Tensor)}
             return {
                 name: (tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)))
                 for name, tensor in tensors.items()
@@ -153,7 +153,7 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         ) from error
 
 
-def _unpickled(path: Path) -> dict[str, Any]:
+def unpickled(path: Path) -> dict[str, Any]:
     """Return what a .bin file holds, as transformers reads it; tensors of one that torch has written since 2020 stay there."""
     whole = zipfile.is_zipfile(path)
     with path.open("rb") as file:
@@ -193,7 +193,7 @@ def _check_tied(model: str, places: list[Place]) -> None:
 
 def _read(path: Path, name: str) -> torch.Tensor:
     if path.suffix == ".bin":
-        return cast(torch.Tensor, _unpickled(path)[name])
+        return cast(torch.Tensor, unpickled(path)[name])
     with safe_open(path, framework="pt") as tensors:
         return cast(torch.Tensor, tensors.get_tensor(name))
 
@@ -259,21 +259,23 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
-    for file_name, names in split.filename_to_tensors.items():
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in sorted(names):
-            p = model.get_parameter(name)
-            header[name] = {"dtype": _DTYPES[p.dtype], "shape": [*p.shape], "data_offsets": [end, end + p.nbytes]}
-            end += p.nbytes
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        with (folder / file_name).open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name in terminal.over(sorted(names), f"writing {file_name}", "tensors"):
-                tensor = weights[name].to("cpu").contiguous()
-                assert (tensor.shape, tensor.dtype) == (model.get_parameter(name).shape, model.dtype), name
-                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+    with terminal.step("writing", lambda: len(split.tensor_to_filename), "tensors") as advance:
+        for file_name, names in split.filename_to_tensors.items():
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for name in sorted(names):
+                p = model.get_parameter(name)
+                header[name] = {"dtype": _DTYPES[p.dtype], "shape": [*p.shape], "data_offsets": [end, end + p.nbytes]}
+                end += p.nbytes
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            text += b" " * (-len(text) % 8)
+            with (folder / file_name).open("wb") as file:
+                file.write(struct.pack("<Q", len(text)) + text)
+                for name in sorted(names):
+                    tensor = weights[name].to("cpu").contiguous()
+                    assert (tensor.shape, tensor.dtype) == (model.get_parameter(name).shape, model.dtype), name
+                    file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                    advance(1)
     if split.is_sharded:
         about = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": about, "weight_map": split.tensor_to_filename}

@@ -27,10 +27,11 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.kept_suite import KeptSuite, caveats
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.models import catalog, loading
+from tune_prune.models.loading import map_model
 from tune_prune.models.runner.devices import device_key
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.layer_weights import first_non_finite
-from tune_prune.models.runner.mapped_model import map_model, readable_in_place
+from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import PruningPlan
