@@ -44,7 +44,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core import machine
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
+from tune_prune.core.config import TASK_ITEMS, EvaluationProtocol, ModelRun, PruningConfig, Samples
 from tune_prune.core.machine import Load
 from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
 from tune_prune.data.sources import Contents, task_source
@@ -157,15 +157,15 @@ class Arithmetic:
         return self._attention(tokens, row_length) + 2 * self.mlp_weights * tokens
 
 
-# Rows and, per item with prefixes shared, tokens and scored positions by GPT-2's tokenizer.
-HUB_TASKS: dict[str, tuple[int, float, float]] = {
-    "boolq": (3270, 130.9, 1.0),
-    "piqa": (1838, 48.8, 36.4),
-    "hellaswag": (10_042, 76.5, 50.7),
-    "winogrande": (1267, 25.2, 10.9),
-    "arc_easy": (2376, 38.9, 13.2),
-    "arc_challenge": (1172, 48.0, 18.4),
-    "openbookqa": (500, 19.9, 9.3),
+# Tokens and scored positions per item, with prefixes shared, by GPT-2's tokenizer.
+HUB_TASKS: dict[str, tuple[float, float]] = {
+    "boolq": (130.9, 1.0),
+    "piqa": (48.8, 36.4),
+    "hellaswag": (76.5, 50.7),
+    "winogrande": (25.2, 10.9),
+    "arc_easy": (38.9, 13.2),
+    "arc_challenge": (48.0, 18.4),
+    "openbookqa": (19.9, 9.3),
 }
 HUB_PERPLEXITY_TOKENS = 287_644  # WikiText-2 raw test, by GPT-2's tokenizer
 # Another tokenizer is compared with GPT-2's on this text.
@@ -205,10 +205,12 @@ def suite_tokens(suite: ZeroShotSuite) -> ZeroShotTokens:
 def hub_tokens(tokenizer: PreTrainedTokenizerBase, protocol: EvaluationProtocol) -> ZeroShotTokens:
     """Estimate what tasks of the hub forward, by the table. A task that is not in it is taken for an average one of the seven."""
     scale = tokens_per_gpt2_token(tokenizer)
-    mean_rows, *means = (float(np.mean(column)) for column in zip(*HUB_TASKS.values(), strict=True))
+    mean_items = int(np.mean([*TASK_ITEMS.values()]))
+    means = [float(np.mean(column)) for column in zip(*HUB_TASKS.values(), strict=True)]
     items = tokens = scored = 0.0
     for name in dict.fromkeys(protocol.tasks):
-        count, mean_tokens, mean_scored = HUB_TASKS.get(name, (int(mean_rows), *means))
+        mean_tokens, mean_scored = HUB_TASKS.get(name, means)
+        count = TASK_ITEMS.get(name, mean_items)
         count = min(count, protocol.limit or count)
         items += count
         tokens += count * mean_tokens * scale
