@@ -13,7 +13,7 @@ from tests.findings import published_folder, simulated_study
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics import findings
-from tune_prune.commands import analysis
+from tune_prune.commands import analysis, options
 from tune_prune.commands.prune_request import from_config
 
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "datasets", "optuna")
@@ -175,5 +175,5 @@ def test_an_output_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -
 
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:
-    assert list(findings.RULES) == list(analysis.RULES)
-    assert analysis.LANGUAGES == messages.LANGUAGES
+    assert list(findings.RULES) == list(options.RULES)
+    assert options.LANGUAGES == messages.LANGUAGES

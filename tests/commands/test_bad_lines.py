@@ -174,7 +174,7 @@ analysis --csv M=x.csv --baseline M=120 : 'M=120' is not MODEL=ACCURACY
 analysis x --rule luck : --rule: unknown value 'luck'; known: accuracy, gold_logprob
 analysis x --seed -1 : --seed
 analysis x --within 1 : --within 1 is for --rule smallest
-analysis x --rule smallest --within nan : 'nan' is no number of percentage points from 0 to 100
+analysis x --rule smallest --within nan : 'nan' is not a number of percentage points from 0 to 100
 analysis x --overwrite : --overwrite is for --export-study
 analysis x --export-study y.db --rule kl : --rule is for the report, and --export-study writes the trials alone
 analysis x --export-study y.db --percent : --percent is for the report

@@ -6,8 +6,6 @@ model with everything that supports it: tables, figures, a report, a page.
 
 from __future__ import annotations
 
-import argparse
-import math
 import shlex
 import sys
 import time
@@ -16,31 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tune_prune.commands.options import OPTIONS, CommandLine
 from tune_prune.core import terminal
-from tune_prune.core.config import check_label
 from tune_prune.core.ending import exit_code
-from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable, parse_json
-from tune_prune.core.parser import Parser
-from tune_prune.core.store import BEST_OF_MODEL, EXPERIMENT, LEDGER, FolderStore, Location, is_address, location
+from tune_prune.core.store import BEST_OF_MODEL, EXPERIMENT, LEDGER, FolderStore
 from tune_prune.core.terminal import say
 
 if TYPE_CHECKING:
     from tune_prune.analysis.input.study import Problem, Study
     from tune_prune.analysis.statistics.findings import Findings
 
-# By the names of rules.RULES, whose module is too heavy for --help.
-RULES = {
-    "accuracy": "the most questions answered right",
-    "perplexity": "the best at predicting text",
-    "gold_logprob": "how likely right answers are; where accuracy guesses",
-    "kl": "predictions closest to the original model's",
-    "one-standard-error": "the least sample text, within one standard error",
-    "pareto": "the best trade-offs; of them the most accurate",
-    "smallest": "the fewest parameters, at most --within less accurate",
-    "retained-per-second": "accuracy for time, after tune-prune speed",
-}
-LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
 _IN_DECISION = ("within_noise", "selection_bias")  # warnings that the first lines say
 _STEPS = 6  # imports, reading, statistics, layout, figures, tables and reports
@@ -48,124 +33,8 @@ _OF_REPORT = ("rule", "within", "percent", "lang", "seed", "output")  # flags of
 _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
 
 
-def parser() -> Parser:
-    p = Parser(
-        prog="tune-prune analysis",
-        usage="EXPERIMENT ...",
-        description="Report on searches, finished or not: the best configuration, how sure that is, tables, figures.",
-        examples={
-            "ray_results/NAME": "a report on one search, in results/report.html",
-            "ray_results/A ray_results/B --rule pareto": "several searches, models compared",
-            "ray_results/NAME --rule smallest --within 2": "the smallest model within 2 points of the original",
-            "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
-            "ray_results/NAME --export-study study.db": "for optuna-dashboard sqlite:///study.db",
-        },
-        common={
-            "what to read": ("EXPERIMENT", "--csv", "--baseline"),
-            "which is best": ("--rule", "--within"),
-            "what to write": ("--output", "--percent", "--lang", "--export-study"),
-        },
-    )
-    p.add_argument(
-        "folders", nargs="*", type=_place, metavar="EXPERIMENT",
-        help="folder of a search, as ray_results/NAME, or of several\n\nor a consolidated_<Model>_<percent>/",
-    )  # fmt: skip
-    p.add_argument(
-        "--csv", type=_labelled_path, action="append", default=[], metavar="MODEL=PATH",
-        help="a results file of a model, such as all_methods_results.csv; again for more",
-    )  # fmt: skip
-    p.add_argument(
-        "--baseline", type=_labelled_accuracy, action="append", default=[], metavar="MODEL=ACCURACY",
-        help="with --csv: accuracy of the original model, as Llama=0.651; again for more",
-    )  # fmt: skip
-    p.add_argument(
-        "--output",
-        type=_path,
-        default=Path("results"),
-        metavar="DIR",
-        help="folder of the report (default: %(default)s)",
-    )
-    p.add_argument(
-        "--rule", choices=RULES, default="accuracy", metavar="RULE",
-        help="\n        ".join(
-            ["how the best is chosen (default: %(default)s)", *(f"{rule:21}{chosen}" for rule, chosen in RULES.items())]
-        ),
-    )  # fmt: skip
-    p.add_argument(
-        "--within", type=_points, metavar="POINTS",
-        help="with smallest: points below the original model's accuracy (default: 2)",
-    )  # fmt: skip
-    p.add_argument(
-        "--percent", action="store_true",
-        help="write accuracies as 59.80, not .5980 (CSV and JSON files keep fractions)",
-    )  # fmt: skip
-    p.add_argument(
-        "--export-study", type=_path, metavar="FILE",
-        help="write only Optuna studies, to this SQLite file for optuna-dashboard",
-    )  # fmt: skip
-    p.add_argument("--overwrite", action="store_true", help="replace the file of --export-study")
-    p.add_argument("--lang", choices=LANGUAGES, default="en", help="language of the text report (default: %(default)s)")
-    p.add_argument(
-        "--seed",
-        type=whole_number(0, 2**32 - 1),
-        default=0,
-        metavar="S",
-        help="seed of the random parts of the statistics (default: 0)",
-    )
-    return p
-
-
-def _path(text: str) -> Path:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty; name a folder")
-    if is_address(text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere"
-        )
-    return Path(text).expanduser()
-
-
-def _points(text: str) -> float:
-    try:
-        points = float(text)
-    except ValueError:
-        points = math.nan
-    if not 0 <= points <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of percentage points from 0 to 100, e.g. 2 or 0.5")
-    return points
-
-
-def _place(text: str) -> Location:
-    try:
-        return location(text).expanduser() if is_address(text) else _path(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _labelled_path(text: str) -> tuple[str, Location]:
-    label, equals, path = text.partition("=")
-    if not (label.strip() and equals and path.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
-    try:
-        check_label(label.strip(), f"the results of {path.strip():.60}")
-    except UserError as error:  # else argparse makes a sentence of its own, without the reason
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return label.strip(), _place(path.strip())
-
-
-def _labelled_accuracy(text: str) -> tuple[str, float]:
-    label, _, written = text.rpartition("=")
-    try:
-        accuracy = float(written.removesuffix("%"))
-    except ValueError:
-        accuracy = 0.0
-    if written.endswith("%") or accuracy > 1:
-        accuracy /= 100
-    if not label.strip() or not 0 < accuracy <= 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not MODEL=ACCURACY with a fraction above 0 or a percentage, e.g. Llama=0.651 or Llama=65.1"
-        )
-    return label.strip(), accuracy
+def parser() -> CommandLine:
+    return CommandLine("analysis")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -181,16 +50,13 @@ def _main(argv: list[str]) -> None:
     UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
     output that cannot be written.
     """
-    flags = parser()
-    args = flags.parse_args(argv)
+    args = parser().parse_args(argv)
     if not args.folders and not args.csv:
         raise UserError(
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
         )
-    if args.overwrite and args.export_study is None:
-        raise UserError("--overwrite is for --export-study; leave it out: what is in --output is replaced by the newer")
     if args.export_study is not None:
-        if ignored := [name for name in _OF_REPORT if getattr(args, name) != flags.get_default(name)]:
+        if ignored := [name for name in _OF_REPORT if getattr(args, name) != OPTIONS["analysis"][name].usual]:
             raise UserError(
                 f"--{ignored[0]} is for the report, and --export-study writes the trials alone; leave it out, or give two commands"
             )

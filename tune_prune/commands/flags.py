@@ -89,7 +89,7 @@ def settings_from(values: Mapping[str, Any]) -> SearchSettings:
     space.load(values["search_space"])
     from tune_prune.tuning.plan import SearchSettings
 
-    fields = {"models": values["model"], "trial_timeout_s": values["trial_timeout"], **values}
+    fields = {"models": tuple(dict.fromkeys(values["model"])), "trial_timeout_s": values["trial_timeout"], **values}
     return SearchSettings(**{field.name: fields[field.name] for field in dataclasses.fields(SearchSettings)})
 
 

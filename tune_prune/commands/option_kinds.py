@@ -9,10 +9,14 @@ import argparse
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tune_prune.core import machine
+from tune_prune.core.config import check_label
+from tune_prune.core.errors import UserError
 from tune_prune.core.kinds import Choice, Kind, plain
+from tune_prune.core.store import Location, is_address, location
 
 
 class Wrong(argparse.ArgumentTypeError):
@@ -154,7 +158,7 @@ class Several(_Written):
     least: int = 1  # of them in a Python list
 
     def __str__(self) -> str:
-        return f"a list, each of it {self.kind}"
+        return f"a list, each of it {self.kind}" if self.example else str(self.kind)
 
     def read(self, text: str) -> tuple[Any, ...]:
         if not self.example:
@@ -180,3 +184,65 @@ class Several(_Written):
         if len(value) < self.least:
             raise Wrong(f"{value!r} names none; name at least one")
         return tuple(dict.fromkeys(self.kind.of(plain(one)) for one in value))
+
+
+class Folder(_Written):
+    """A folder or file that is written: no address."""
+
+    def __str__(self) -> str:
+        return "a path"
+
+    def read(self, text: str) -> Path:
+        if not text.strip():
+            raise Wrong("is empty; name a folder")
+        if is_address(text):
+            raise Wrong(f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere")
+        return Path(text).expanduser()
+
+
+class Place(_Written):
+    """A folder or file that is read, which may be at an address."""
+
+    def __str__(self) -> str:
+        return "a path or an address"
+
+    def read(self, text: str) -> Location:
+        if not is_address(text):
+            return Folder().read(text)
+        try:
+            return location(text).expanduser()
+        except UserError as error:
+            raise Wrong(str(error)) from error
+
+
+class LabelledPlace(_Written):
+    """A model's name and a results file of it."""
+
+    def __str__(self) -> str:
+        return "MODEL=PATH, e.g. Llama=all_methods_results.csv"
+
+    def read(self, text: str) -> tuple[str, Location]:
+        label, _, path = (part.strip() for part in text.partition("="))
+        if not label or not path:
+            raise ValueError(text)
+        try:
+            check_label(label, f"the results of {path:.60}")
+        except UserError as error:
+            raise Wrong(str(error)) from None
+        return label, Place().read(path)
+
+
+class LabelledAccuracy(_Written):
+    """A model's name and its accuracy, as a fraction or a percentage."""
+
+    def __str__(self) -> str:
+        return "MODEL=ACCURACY with a fraction above 0 or a percentage, e.g. Llama=0.651 or Llama=65.1"
+
+    def read(self, text: str) -> tuple[str, float]:
+        label, _, written = text.rpartition("=")
+        accuracy = float(written.removesuffix("%"))
+        if written.endswith("%") or accuracy > 1:
+            accuracy /= 100
+        if not label.strip() or not 0 < accuracy <= 1:
+            raise ValueError(text)
+        return label.strip(), accuracy

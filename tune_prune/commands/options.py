@@ -15,7 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tune_prune.commands.option_kinds import Amount, GpuKind, Number, Several, Size, Switch, TaskName, Text, Wrong
+from tune_prune.commands.option_kinds import (
+    Amount,
+    Folder,
+    GpuKind,
+    LabelledAccuracy,
+    LabelledPlace,
+    Number,
+    Place,
+    Several,
+    Size,
+    Switch,
+    TaskName,
+    Text,
+    Wrong,
+)
 from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
@@ -25,6 +39,11 @@ from tune_prune.core.parser import Once, Parser, help_lines
 from tune_prune.pruning.methods import method_names
 
 TRACKERS = ("mlflow", "wandb")  # tuning.observers.tracking.TRACKERS, without its imports
+LANGUAGES = ("en", "zh")
+RULES = (  # of analysis.statistics.findings.RULES, without its imports
+    *("accuracy", "perplexity", "gold_logprob", "kl"),
+    *("one-standard-error", "pareto", "smallest", "retained-per-second"),
+)
 RUN_DEFAULTS = {
     "shape": "free, from 1B parameters on aligned",
     "seed": "0",
@@ -46,10 +65,16 @@ class Option:
     once: bool = False  # is refused when it is given again, as another command takes several
     again: bool = False  # may be given again for more; its kind is Several
     keyword: bool = True  # is one in Python, too
+    positional: bool = False  # is no flag: any number of values, by its metavar
+
+    @property
+    def usual(self) -> Any:
+        """The value where the option is not given."""
+        return self.kind.read(self.default) if isinstance(self.default, str) else self.default
 
     @property
     def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
+        return self.metavar if self.positional else f"--{self.name.replace('_', '-')}"
 
     def read(self, text: str) -> Any:
         """The value of a command line's text. Raises UserError, whose sentence begins with the flag."""
@@ -431,8 +456,59 @@ SPEED = Command(
     },
 )
 
+ANALYSIS = Command(
+    usage="EXPERIMENT ...",
+    description="Report on searches, finished or not: the best configuration, how sure that is, tables, figures.",
+    examples={
+        "ray_results/NAME": "a report on one search, in results/report.html",
+        "ray_results/A ray_results/B --rule pareto": "several searches, models compared",
+        "ray_results/NAME --rule smallest --within 2": "the smallest model within 2 points of the original",
+        "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
+        "ray_results/NAME --export-study study.db": "for optuna-dashboard sqlite:///study.db",
+    },
+    common={
+        "what to read": ("EXPERIMENT", "--csv", "--baseline"),
+        "which is best": ("--rule", "--within"),
+        "what to write": ("--output", "--percent", "--lang", "--export-study"),
+    },
+    groups={
+        "options": (
+            Option("folders", Several(Place()), "EXPERIMENT",
+                "folder of a search, as ray_results/NAME, or of several\n\nor a consolidated_<Model>_<percent>/", positional=True
+            ),
+            Option("csv", Several(LabelledPlace()), "MODEL=PATH",
+                "a results file of a model, such as all_methods_results.csv; again for more", again=True
+            ),
+            Option("baseline", Several(LabelledAccuracy()), "MODEL=ACCURACY",
+                "with --csv: accuracy of the original model, as Llama=0.651; again for more", again=True
+            ),
+            Option("output", Folder(), "DIR", "folder of the report (default: %(default)s)", default="results"),
+            Option("rule", Choice(RULES), "RULE",
+                """how the best is chosen (default: %(default)s)
+                accuracy             the most questions answered right
+                perplexity           the best at predicting text
+                gold_logprob         how likely right answers are; where accuracy guesses
+                kl                   predictions closest to the original model's
+                one-standard-error   the least sample text, within one standard error
+                pareto               the best trade-offs; of them the most accurate
+                smallest             the fewest parameters, at most --within less accurate
+                retained-per-second  accuracy for time, after tune-prune speed""", default="accuracy"
+            ),
+            Option("within", Number(0, 100, "a number of percentage points from 0 to 100, e.g. 2 or 0.5"), "POINTS",
+                "with smallest: points below the original model's accuracy (default: 2)"
+            ),
+            switch("percent", "write accuracies as 59.80, not .5980 (CSV and JSON files keep fractions)"),
+            Option("export_study", Folder(), "FILE",
+                "write only Optuna studies, to this SQLite file for optuna-dashboard"
+            ),
+            switch("overwrite", "replace the file of --export-study"),
+            Option("lang", Choice(LANGUAGES), "", "language of the text report (default: %(default)s)", default="en"),
+            replace(SEED, help="seed of the random parts of the statistics (default: 0)"),
+        ),
+    },
+)
 # fmt: on
-COMMANDS = {"search": SEARCH, "prune": PRUNE, "evaluate": EVALUATE, "speed": SPEED}
+COMMANDS = {"search": SEARCH, "prune": PRUNE, "evaluate": EVALUATE, "speed": SPEED, "analysis": ANALYSIS}
 # By command and name; a function of the Python API has those of its command.
 OPTIONS = {
     command: {option.name: option for group in about.groups.values() for option in group}
@@ -463,6 +539,13 @@ NEEDS = {
         ("all", "config", "is for --config; leave it out"),
         ("overwrite", "config", "is for --config; leave it out"),
     ),
+    "analysis": (
+        (
+            "overwrite",
+            "export_study",
+            "is for --export-study; leave it out: what is in --output is replaced by the newer",
+        ),
+    ),
 }
 
 
@@ -478,6 +561,9 @@ class CommandLine(Parser):
             for option in options:
                 if isinstance(option.kind, Switch):
                     group.add_argument(option.flag, action="store_true", help=option.help)
+                    continue
+                if option.positional:
+                    group.add_argument(option.name, nargs="*", metavar=option.metavar, help=option.help)
                     continue
                 choices = f"{{{','.join(option.kind.names)}}}" if isinstance(option.kind, Choice) else "VALUE"
                 group.add_argument(
@@ -495,8 +581,8 @@ class CommandLine(Parser):
         for name, option in OPTIONS[self._command].items():
             text = getattr(given, name)
             try:
-                if isinstance(text, list):
-                    setattr(given, name, tuple(dict.fromkeys(value for one in text for value in option.read(one))))
+                if option.again or option.positional:
+                    setattr(given, name, tuple(value for one in text or () for value in option.read(one)))
                 elif isinstance(text, str):
                     setattr(given, name, option.read(text))
             except UserError as error:

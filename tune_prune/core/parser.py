@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tune_prune import __version__
-from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 _EXIT_CODES = """exit codes:
@@ -93,11 +93,6 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error("; ".join(_unknown_flag(flag, known) for flag in dict.fromkeys(unknown)))
         return super().parse_known_args(args, namespace)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = did_you_mean(value, action.choices)
-            raise argparse.ArgumentError(action, f"unknown value {value!r}; {known}")
 
     def error(self, message: str) -> NoReturn:
         for pattern, sentence in _SENTENCES.items():
