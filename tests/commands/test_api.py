@@ -254,6 +254,7 @@ def test_results_of_a_folder(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
     "unknown alias": (lambda *_: api.open("mistrall"), ["'mistrall'", "did you mean 'mistral'?"]),
+    "no name": (lambda *_: api.open(None), ["name is None", "a text or a path"]),  # type: ignore[arg-type]
     "missing folder": (lambda *_: api.open(Path("./a/b/nope")), ["a/b/nope does not exist"]),
     "unknown dtype": (lambda *_: api.open("tiny-llama", dtype="float16"), ["dtype is 'float16'", "bfloat16"]),
     "unknown device": (lambda *_: api.open("tiny-llama", device="tpu"), ["device is 'tpu'", "cuda"]),

@@ -90,7 +90,7 @@ class Option:
 
     def of(self, value: Any) -> Any:
         """The value of a Python caller's, which may be numpy's. Raises UserError, whose sentence begins with the name."""
-        if value is None and self.default is None:
+        if value is None and self.default is None and not self.required:
             return None
         try:
             return self.kind.of(plain(value))
@@ -515,7 +515,7 @@ OPTIONS = {
     for command, about in COMMANDS.items()
 }
 OPTIONS["open"] = OPTIONS["evaluate"] | {
-    "name": replace(MODEL, name="name"),
+    "name": replace(MODEL, name="name", required=True),
     "calibration": CALIBRATION,
     "seed": replace(
         SEED, help="decides which pieces of sample text are taken, and the order of questions (default: 0)"
