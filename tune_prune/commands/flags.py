@@ -41,9 +41,8 @@ def run(main: Callable[[], None]) -> int:
     # tiny-llama's perplexity in two threads takes 0.5 s instead of up to 12.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.lastResort = _Warnings(logging.WARNING)
-    # torch and transformers make a million objects that stay to the end: looking through them for garbage again and again, and
-    # once more at the exit, takes a third of a short command's time.
-    gc.set_threshold(100_000)
+    # torch and transformers make a million objects that stay to the end: to look through them for garbage once more at the exit
+    # takes most of a second.
     atexit.register(gc.freeze)
     return exit_code(main)
 
