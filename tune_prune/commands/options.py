@@ -69,7 +69,7 @@ class Option:
 
     @property
     def usual(self) -> Any:
-        """The value where the option is not given."""
+        """Return the value where the option is not given."""
         return self.kind.read(self.default) if isinstance(self.default, str) else self.default
 
     @property
@@ -77,7 +77,7 @@ class Option:
         return self.metavar if self.positional else f"--{self.name.replace('_', '-')}"
 
     def read(self, text: str) -> Any:
-        """The value of a command line's text. Raises UserError, whose sentence begins with the flag."""
+        """Return the value of a command line's text. Raises UserError, whose sentence begins with the flag."""
         try:
             return self.kind.read(text)
         except UserError:
@@ -89,7 +89,8 @@ class Option:
             raise UserError(f"{self.flag}: {clause}") from None
 
     def of(self, value: Any) -> Any:
-        """The value of a Python caller's, which may be numpy's. Raises UserError, whose sentence begins with the name."""
+        """Return the value for one that a Python caller gives, which may be numpy's. Raises UserError, whose sentence begins
+        with the name."""
         if value is None and self.default is None and not self.required:
             return None
         try:
@@ -106,7 +107,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """What the help of a command says besides its options.
+    """One command: all its options, and what its help says besides them.
 
     usage     the arguments that must be given
     examples  arguments, and what they do, the best first
@@ -122,7 +123,7 @@ class Command:
 
 
 def _hyperparameter(name: str, default: str = "") -> Option:
-    """The option of a row of HYPERPARAMETERS; `default`: in words, where it is not the row's."""
+    """Return the option of a row of HYPERPARAMETERS; `default`: in words, where it is not the row's."""
     row = HYPERPARAMETERS[name]
     usual = "" if row.required else f" (default: {default or RUN_DEFAULTS.get(name, row.default)})"
     choices = f": {', '.join(method_names())}" if name == "method" else ""
@@ -523,15 +524,12 @@ OPTIONS["open"] = OPTIONS["evaluate"] | {
     "memory": _memory("pruning and measuring"),
 }
 
-# Options that nothing reads without another one, by command: the option, the one that it needs, the sentence's end.
+# Options that nothing reads without another one, by command: the option, the one that it needs, the end of the sentence.
+# fmt: off
 NEEDS = {
     "search": (
         ("json", "status", "is for --status; leave it out, or give --log-json for the events of a search"),
-        (
-            "gpu",
-            "dry_run",
-            "plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here",
-        ),
+        ("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"),
     ),
     "prune": (("base", "config", "is for --config; name the model with --model"),),
     "evaluate": (("base", "kl", "is read with --kl only; add --kl, or leave it out"),),
@@ -540,13 +538,10 @@ NEEDS = {
         ("overwrite", "config", "is for --config; leave it out"),
     ),
     "analysis": (
-        (
-            "overwrite",
-            "export_study",
-            "is for --export-study; leave it out: what is in --output is replaced by the newer",
-        ),
+        ("overwrite", "export_study", "is for --export-study; leave it out: what is in --output is replaced by the newer"),
     ),
 }
+# fmt: on
 
 
 class CommandLine(Parser):
@@ -576,7 +571,7 @@ class CommandLine(Parser):
                 )
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """The values of a line by the names of options. Raises UserError."""
+        """Return the values of a line by the names of options. Raises UserError."""
         given = super().parse_args(args)
         for name, option in OPTIONS[self._command].items():
             text = getattr(given, name)
@@ -595,12 +590,13 @@ class CommandLine(Parser):
 
 
 def checked(command: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of Python keywords, as the settings of that command hold them. Raises UserError for one out of its bounds."""
+    """Return the values of Python keywords, as the settings of that command hold them. Raises UserError for one out of its
+    bounds."""
     return {name: OPTIONS[command][name].of(value) for name, value in keywords.items()}
 
 
 def arguments(command: str, keywords: Mapping[str, Any]) -> list[str]:
-    """The command line that asks for what these keywords do, as records hold it: those that are not at their defaults."""
+    """Return the command line that asks for what these keywords do, as records hold it: those that are not at their defaults."""
     argv = []
     for name, value in keywords.items():
         option, asked = OPTIONS[command][name], plain(value)
@@ -639,7 +635,7 @@ def documented(command: str) -> Callable[[Function], Function]:
 
 
 def _help_lines(option: Option, width: int) -> list[str]:
-    """An option's name, and its help beside it, which names keywords in place of flags."""
+    """Return an option's name and its help beside it, which names keywords in place of flags."""
     text = option.help % {"default": option.default}
     text = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
     lines = help_lines(text, 110 - width)
