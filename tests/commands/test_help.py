@@ -56,7 +56,7 @@ def test_the_next_commands_of_a_search_are_command_lines() -> None:
         lines = [(name, shlex.split(shlex.join(argv))) for name, argv in search.next_commands("my results/x", winners)]
         assert [name for name, _ in lines] == [*["keep"] * len(winners), "report", "curves"]
         parsed = [parsers[argv[1]].parse_args(argv[2:]) for _, argv in lines[:-1]]
-        assert parsed[-1].folders == [Path("my results/x")]
+        assert parsed[-1].folders == (Path("my results/x"),)
         kept = [(args.config, args.model, args.output) for args in parsed[:-1]]
         labels = winners.values() if len(winners) > 1 else [None] * len(winners)
         assert kept == [("my results/x", label, output) for label, output in zip(labels, outputs, strict=True)]
