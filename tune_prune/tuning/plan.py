@@ -22,37 +22,34 @@ from tune_prune.tuning.space import SearchSpace
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """A search as asked for on the command line. None: chosen by preflight."""
+    """A search as it is asked for: a field for each option of commands/options.py that is a setting, where it is explained, with
+    its default. None: chosen by the plan."""
 
     models: tuple[str, ...]
-    search_space: str = "paper_grid"  # a name of search_spaces/ or a YAML file
-    search: str | None = None  # grid or optuna; None: as the search space says
-    num_trials: int | None = None  # per model, pruning ratio and recovery, optuna only
-    objective: Literal["accuracy", "perplexity", "gold_logprob", "kl"] = "accuracy"  # what optuna looks for
-    pruning_ratio: float | None = None  # None: the search space's, else 0.2
-    shape: str | None = None  # free, or aligned or uniform with -N or without; None: the search space's, else by size
-    align: int | None = None  # N of these shapes; None: as suits the model
+    search_space: str = "paper_grid"
+    search: str | None = None
+    num_trials: int | None = None
+    objective: Literal["accuracy", "perplexity", "gold_logprob", "kl"] = "accuracy"
+    pruning_ratio: float | None = None
+    shape: str | None = None
+    align: int | None = None
     revision: str | None = None
     calibration: str | None = None
     data_dir: str | None = None
-    trust_tasks: bool = False  # task files may run code
+    trust_tasks: bool = False
     tasks: tuple[str, ...] | None = None
     limit: int | None = None
-    perplexity_window: int | None = None  # tokens; None: as suits the model
-    perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
+    perplexity_window: int | None = None
+    perplexity_tokens: int | None = None
     seed: int = 0
-    seeds: tuple[int, ...] | None = None  # draws of calibration samples; None: the search space's, else `seed`
-    draws: int | None = (
-        None  # at most, of each configuration: more than one for those that may be the best; None: as `seeds` says
-    )
-    draws_by: Literal["accuracy", "gold_logprob", "kl"] = "accuracy"  # the measure by which these may be the best
-    recover: int | None = (
-        None  # at most so many of each model and ratio are trained, after all others; None: as the space says
-    )
+    seeds: tuple[int, ...] | None = None
+    draws: int | None = None
+    draws_by: Literal["accuracy", "gold_logprob", "kl"] = "accuracy"
+    recover: int | None = None
     dtype: str | None = None
     scheduler: Literal["none", "race", "race-gold", "asha"] = "none"
-    kl_filter: bool = False  # trials whose KL is far above that of earlier ones end after it
-    memory: int | None = None  # bytes that a trial may take; None: what is free
+    kl_filter: bool = False
+    memory: int | None = None  # bytes
     gpus_per_trial: float | None = None
     cpus_per_trial: float | None = None
     trial_timeout_s: float | None = None
