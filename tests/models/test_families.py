@@ -150,18 +150,11 @@ FITTING = {
     "helium": "Family('helium')",
     "cohere": "Family('cohere', layer_norms=('input_layernorm',))",  # attention and MLP in parallel
 }
-NOT_FITTING = {
+NOT_FITTING = {  # one of each reason
     "phi3": "have fused projections (self_attn.qkv_proj, mlp.gate_up_proj)",
-    "glm": "have fused projections (mlp.gate_up_proj)",
     "falcon": "(transformer.h) have fused projections (self_attention.query_key_value)",
-    "gpt2": "(transformer.h) have fused projections (attn.c_attn)",
-    "gpt_neox": "(gpt_neox.layers) have fused projections (attention.query_key_value)",
     "olmo2": "have extra norms (self_attn.q_norm, self_attn.k_norm, post_feedforward_layernorm)",
-    "exaone4": "have extra norms (post_feedforward_layernorm)",
-    "bitnet": "have extra norms (self_attn.attn_sub_norm, mlp.ffn_sub_norm)",
     "mixtral": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
-    "qwen3_moe": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
-    "phi": "have self_attn.dense, mlp.fc1, mlp.fc2 but no mlp.down_proj, mlp.gate_proj, mlp.up_proj, self_attn.o_proj",
     "starcoder2": "have mlp.c_fc, mlp.c_proj but no mlp.down_proj, mlp.gate_proj, mlp.up_proj",
     "arcee": "(model.layers) have no mlp.gate_proj;",
     "mamba": "(backbone.layers) have",
