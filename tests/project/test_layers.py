@@ -37,8 +37,8 @@ ONLY_IN = {
     "peft": ("pruning.compensation.recovery",),
     "tensorboard": ("tuning.observers.tensorboard",),
     "torch.utils.tensorboard": ("tuning.observers.tensorboard",),
-    "mlflow": ("tuning.observers.mlflow_runs",),
-    "wandb": ("tuning.observers.wandb_runs",),
+    "mlflow": ("tuning.observers.tracking",),
+    "wandb": ("tuning.observers.tracking",),
     "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
     "datasets": ("data",),
 }

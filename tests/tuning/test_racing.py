@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tune_prune.core.config import TASK_ITEMS
-from tune_prune.evaluation.slices import even_slices
+from tune_prune.evaluation.suite import even_slices
 from tune_prune.tuning.stopping import Race
 
 SLICES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)

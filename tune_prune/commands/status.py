@@ -67,7 +67,7 @@ class _Piece:
 
 @dataclass
 class _Said:
-    """The types of the fields of status.json that are read here."""
+    """Types the fields of status.json that are read here."""
 
     state: Literal["running", "ended", "stopped"]
     host: str
@@ -81,13 +81,16 @@ class _Said:
 
 
 def shown(name: str, storage_path: str, as_json: bool = False) -> str:
-    """The status as text or as one JSON object. UserError where there is no such experiment, or where its files are damaged."""
+    """Return the status as text or as one JSON object.
+
+    Raises UserError where there is no such experiment, or where its files are damaged.
+    """
     found = read(experiment(name, storage_path))
     return to_json(found, plain_ascii=True).rstrip() if as_json else text(found)
 
 
 def experiment(name: str, storage_path: str) -> Store:
-    """The experiment of that name in `storage_path`, or in the folder `name`."""
+    """Return the store of the experiment of that name in `storage_path`, or in the folder `name`."""
     storage = location(storage_path).expanduser()
     named, below = open_store(location(name).expanduser()), open_store(storage / name.lstrip("/"))
     for store in (below, named):
@@ -101,7 +104,7 @@ def experiment(name: str, storage_path: str) -> Store:
 
 
 def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
-    """Everything that is shown, as plain data (docs/watching.md)."""
+    """Return everything that is shown, as plain data (docs/watching.md)."""
     now = now or datetime.now(UTC)
     about, ledger = required_about(store), Ledger(store)
     readable, damaged = ledger.readable()
@@ -141,7 +144,7 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
 
 
 def _said(store: Store) -> dict[str, Any] | None:
-    """status.json; None where there is none. Raises DamagedFile."""
+    """Read status.json; None where there is none. Raises DamagedFile."""
     step = "delete it: it is only a word of the last start, and the next one that runs a trial writes it anew"
     try:
         values = store.read(STATUS)
@@ -155,8 +158,10 @@ def _said(store: Store) -> dict[str, Any] | None:
 
 
 def _trials(about: Mapping[str, Any], records: Sequence[TrialRecord]) -> dict[str, int | None]:
-    """What the latest start was to come to (None where experiment.json does not say), what of that is done, and how many trials
-    there are besides: of earlier starts with other search spaces, or of rounds that this one has not come to yet."""
+    """Count the trials that the latest start was to come to (None: not known), those of them that are done, and the others.
+
+    Others are of earlier starts with other search spaces, or of rounds that this one has not come to yet.
+    """
     models = about.get("models", {})
     keys = {key for model in models.values() for key in model.get("trial_keys", ())}
     done = [record for record in records if record.key in keys or not keys]
@@ -169,8 +174,10 @@ def _trials(about: Mapping[str, Any], records: Sequence[TrialRecord]) -> dict[st
 
 
 def _state(search: Mapping[str, Any] | None, now: datetime) -> str:
-    """running; silent (it says that it runs, but has not said so for long, or its process is gone); ended; stopped (by an interrupt
-    or an error); unknown (an older version left no word)."""
+    """Return running, silent, ended, stopped (by an interrupt or an error) or unknown (nothing was said).
+
+    A silent search says that it runs, but has not said so for long, or its process is gone.
+    """
     if search is None:
         return "unknown"
     if search["state"] != "running":
@@ -183,7 +190,7 @@ def _age(time: str, now: datetime) -> float:
 
 
 def _failures(records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
-    """By class of failure, the most frequent first, each with the latest trial that failed so."""
+    """Return a row per class of failure, the most frequent first, with the latest trial that failed so."""
     found: dict[str, list[TrialRecord]] = {}
     for record in records:
         if record.status == "failed":
@@ -203,8 +210,11 @@ def _name(record: TrialRecord) -> str:
 def _best(
     store: Store, records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord], by: str, damaged: list[str]
 ) -> dict[str, Any]:
-    """Of each group: how many trials are complete, and the best configuration `by` one of MEASURES: the mean of its draws, as the
-    search decides at its end. Items that cannot be read are one more of what is `damaged`."""
+    """Return for each group how many trials are complete, and the best configuration `by` one of MEASURES.
+
+    A configuration counts by the mean of its draws, as the search decides at its end. Items that cannot be read are one more of
+    what is `damaged`.
+    """
     rows = frame(records, store.folder)
     configs = rows["configuration"]
     rows["name"] = [config.name for config in configs]
@@ -234,7 +244,7 @@ def _best(
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """What `read` gives, for a person."""
+    """Put what `read` gives in words, for a person."""
     trials, search = found["trials"], found["search"]
     planned = "" if trials["planned"] is None else f" of {trials['planned']:,}"
     counts = [f"{trials[state]:,} {words}" for state, words in _STATES.items() if trials[state]]
@@ -296,7 +306,7 @@ def _of_search(found: Mapping[str, Any]) -> str:
 
 
 def _gone(search: Mapping[str, Any]) -> bool:
-    """Whether it ran on this machine, and does not any more."""
+    """Say whether the search ran on this machine, and does not any more."""
     return search["host"] == platform.node() and not machine.lives(int(search["pid"]))
 
 

@@ -32,11 +32,11 @@ C4_DOCUMENTS = 4000  # first documents of C4's train split: about 2M tokens, eno
 
 
 def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> str:
-    """The source that a `--calibration` value means: "embedded", "wikitext2", "c4" or an absolute text file, or a mixture of them.
-    A name with a plus sign that is a file is that file.
+    """Return the source that a `--calibration` value means: "embedded", "wikitext2", "c4", a text file or a mixture of them.
 
-    Without a value: the embedded text for embedded models, else the training text (or, where that is missing, the
-    validation text) of `data_dir`/text, else WikiText-2 train from the hub. Raises UserError.
+    A file is an absolute path. A name with a plus sign that is a file is that file. Without a value: the embedded text for embedded
+    models, else the training text (or, where that is missing, the validation text) of `data_dir`/text, else WikiText-2 train from
+    the hub. Raises UserError.
     """
     if name is None:
         if model_is_embedded:
@@ -45,9 +45,9 @@ def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> 
             return "wikitext2"
         folder = Path(data_dir) / "text"
         for kind in ("train", "valid"):
-            found = sorted(path for path in folder.glob(f"*{kind}*.txt") if path.is_file())
-            if found:
-                return str(found[0].resolve())
+            files = sorted(path for path in folder.glob(f"*{kind}*.txt") if path.is_file())
+            if files:
+                return str(files[0].resolve())
         raise UserError(
             f"no calibration text in {folder} (a *train*.txt or *valid*.txt file); put one there or name a text file: "
             "--calibration FILE"
@@ -92,7 +92,7 @@ def _path(name: str) -> Path:
 
 
 def load_text(source: str) -> str:
-    """The text of a resolved source that is no mixture. Raises UserError where it is not available."""
+    """Read the text of a resolved source that is no mixture. Raises UserError where it is not available."""
     if source == "embedded":
         return embedded.calibration_text()
     if source not in HUB_TEXTS:
@@ -121,15 +121,17 @@ def load_text(source: str) -> str:
 
 
 def calibration_fingerprint(source: str) -> str:
-    """What the calibration text is, by content; for hub texts by name and commit. A text is read for it once per process,
-    unless its file changes. Of a mixture by those of its texts, in their order."""
+    """Return a hash of what the calibration text is: its content or, from the hub, its name and commit.
+
+    A text is read for it once per process, unless its file changes. A mixture's comes from those of its texts, in their order.
+    """
     if len(parts := texts_of(source)) > 1:
         return digest({"mixture": [calibration_fingerprint(part) for part in parts]})
     if source in HUB_TEXTS:
         return hub.dataset_identity(f"hub:{source}", HUB_TEXTS[source])
     path = Path(source)
-    found = path.stat() if path.is_file() else None  # "embedded" is no path
-    return _digest(source, None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino))
+    state = path.stat() if path.is_file() else None  # "embedded" is no path
+    return _digest(source, None if state is None else (state.st_size, state.st_mtime_ns, state.st_ino))
 
 
 @lru_cache(maxsize=8)
@@ -138,7 +140,7 @@ def _digest(source: str, file_state: tuple[int, int, int] | None) -> str:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    """All tokens of a text, LongTensor [N], without special tokens."""
+    """Return all tokens of a text, LongTensor [N], without special tokens."""
     import torch
 
     ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -146,7 +148,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[torch.Tensor, ...]:
-    """The tokens of each text of a resolved source. Raises UserError."""
+    """Return the tokens of each text of a resolved source. Raises UserError."""
     return tuple(tokenize(tokenizer, load_text(part)) for part in texts_of(source))
 
 
@@ -160,17 +162,21 @@ def check_token_ids(label: str, largest: int, vocab_size: int, where: str = "") 
 
 
 def samples(texts: Sequence[torch.Tensor], seq_len: int, count: int, seed: int) -> torch.Tensor:
-    """The first `count` calibration samples, LongTensor [count, seq_len]: sample i is one of text i mod k. Raises UserError where
-    a text is too short."""
-    found = texts[0].new_empty(count, seq_len)
+    """Return the first `count` calibration samples, LongTensor [count, seq_len]; sample i is one of text i mod k.
+
+    Raises UserError where a text is too short.
+    """
+    rows = texts[0].new_empty(count, seq_len)
     for index, tokens in enumerate(texts):
-        found[index :: len(texts)] = windows(tokens, seq_len, len(range(index, count, len(texts))), seed)
-    return found
+        rows[index :: len(texts)] = windows(tokens, seq_len, len(range(index, count, len(texts))), seed)
+    return rows
 
 
 def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int) -> torch.Tensor:
-    """The first `count` calibration samples, LongTensor [count, seq_len]: non-overlapping windows of `tokens` [N] in seeded
-    order. Raises UserError where the text is too short."""
+    """Return the first `count` samples of one text, LongTensor [count, seq_len]: windows of `tokens` [N] in seeded order.
+
+    Windows do not overlap. Raises UserError where the text is too short.
+    """
     import torch
 
     slots = len(tokens) // seq_len

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def data_dir(asked: str | None) -> str | None:
-    """The absolute path of --data-dir. Raises UserError where it is no folder."""
+    """Return the absolute path of --data-dir. Raises UserError where it is no folder."""
     if asked is None:
         return None
     path = Path(asked).expanduser()
@@ -32,16 +32,18 @@ def data_dir(asked: str | None) -> str | None:
 
 
 def check_data(run: ModelRun) -> None:
-    """Tasks and perplexity text, read where they are files. Raises UserError."""
+    """Read tasks and perplexity text where they are files. Raises UserError for what is missing or cannot be used."""
     source, tasks = task_source(run), run.protocol.tasks
     task_files.check_tasks(source, tasks)
     if source.kind == "folder":
         for task in task_files.task_files(source, tasks):
             task_files.columns(task.items, task_files.read_items(task.items, task.fields))
             if source.is_data(task):
-                found = read_definition(task.definition)
-                metrics = found.get("metric_list")
-                check_scored(task.name, found.get("output_type"), metrics and [entry["metric"] for entry in metrics])
+                definition = read_definition(task.definition)
+                metrics = definition.get("metric_list")
+                check_scored(
+                    task.name, definition.get("output_type"), metrics and [entry["metric"] for entry in metrics]
+                )
             else:
                 followed(task.definition)
     for repo in hub_datasets(run):
@@ -101,7 +103,7 @@ def check_calibration(
     seq_lens: Collection[int],
     num_samples: int,
 ) -> None:
-    """Enough text for `num_samples` of each length, which the model and its tokenizer can read. Raises UserError."""
+    """Check that there is text for `num_samples` of each length, which model and tokenizer can read. Raises UserError."""
     longest = max(seq_lens)
     if longest > config.max_position_embeddings:
         raise UserError(

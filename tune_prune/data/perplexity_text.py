@@ -23,7 +23,7 @@ WIKITEXT2 = (  # fingerprints of a file that holds WikiText-2 raw test
 
 
 def load_text(data_dir: str | None, embedded: bool) -> str:
-    """The text whose perplexity is reported: embedded, else WikiText-2 raw test of `data_dir`, else of the hub.
+    """Read the text whose perplexity is reported: embedded, else WikiText-2 raw test of `data_dir`, else of the hub.
 
     File and hub give the same text: the data set's rows are the file's lines (with their newline; empty where the line
     is blank), joined by two newlines as in the usual protocol. Raises UserError where the text is not available.
@@ -55,7 +55,7 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
 
 
 def perplexity_fingerprint(data_dir: str | None, embedded: bool) -> str:
-    """What the perplexity text is, by content; the hub's by name and commit. Raises UserError where a local text is missing."""
+    """Return a hash of the perplexity text's content, of the hub's one of name and commit. Raises UserError where it is missing."""
     if data_dir is None and not embedded:
         return hub.dataset_identity("hub:wikitext-2-raw-v1", HUB_TEXT)
     return hashlib.sha256(load_text(data_dir, embedded).encode()).hexdigest()[:16]

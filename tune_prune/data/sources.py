@@ -23,7 +23,7 @@ SUITE_VERSION = 2  # raise when the zero-shot requests, as tokens, change their 
 
 
 def uses_embedded_data(run: ModelRun) -> bool:
-    """Whether its tasks and perplexity text are the embedded ones."""
+    """Say whether tasks and perplexity text of a run are the embedded ones."""
     return reads_embedded_data(run.model, run.data_dir)
 
 
@@ -32,7 +32,7 @@ def task_source(run: ModelRun) -> task_files.TaskSource:
 
 
 def hub_datasets(run: ModelRun) -> list[str]:
-    """The repositories of the hub that the texts and tasks of `run` come from, as far as they are known without asking it."""
+    """Return the repositories of the hub that texts and tasks of `run` come from, as far as they are known without asking it."""
     repos = [calibration.HUB_TEXTS[text] for text in texts_of(run.calibration) if text in calibration.HUB_TEXTS]
     if task_source(run).kind == "hub":
         repos += [perplexity_text.HUB_TEXT, *(filter(None, map(task_files.hub_dataset, run.protocol.tasks)))]
@@ -40,7 +40,7 @@ def hub_datasets(run: ModelRun) -> list[str]:
 
 
 def perplexity_text_name(run: ModelRun) -> str:
-    """What the perplexity text of `run` is by its content: embedded, wikitext2, other. Raises UserError where it is missing."""
+    """Name the perplexity text of `run` by its content: embedded, wikitext2 or other. Raises UserError where it is missing."""
     if uses_embedded_data(run):
         return "embedded"
     return "wikitext2" if run.data_dir is None or Contents(run).text in perplexity_text.WIKITEXT2 else "other"
@@ -56,7 +56,7 @@ class MeasuredOn:
 
 
 def measured_on(run: ModelRun) -> MeasuredOn:
-    """What `run` measures on. Raises UserError where files are missing."""
+    """Return fingerprints of what `run` measures on. Raises UserError where files are missing."""
     source = task_source(run)
     return MeasuredOn(
         protocol=PROTOCOL_VERSION,
@@ -66,14 +66,16 @@ def measured_on(run: ModelRun) -> MeasuredOn:
 
 
 def data_fingerprint(run: ModelRun) -> str:
-    """What the trials of `run` are measured on, by content; needs neither lm_eval nor the model."""
+    """Return one fingerprint of what the trials of `run` are measured on; needs neither lm_eval nor the model."""
     return Contents(run).data(run.calibration)
 
 
 class Contents:
-    """What a process reads for `run`, with fingerprints that are taken once: whatever it computes is kept under those of what it
-    has read, also where somebody edits a file meanwhile. Every method raises UserError where something is missing, or was changed
-    after its fingerprint was taken and before it was read."""
+    """Reads what a process needs of the data of `run`, with fingerprints that are taken once.
+
+    So whatever is computed is kept under the fingerprints of what was read, also where somebody edits a file meanwhile. Every
+    method raises UserError where something is missing, or was changed after its fingerprint was taken and before it was read.
+    """
 
     def __init__(self, run: ModelRun) -> None:
         self._run = run
@@ -90,13 +92,13 @@ class Contents:
         return task_files.tasks_fingerprint(task_source(self._run), self._run.protocol.tasks)
 
     def data(self, source: str) -> str:
-        """The data fingerprint with that calibration text."""
+        """Return the data fingerprint with that calibration text."""
         return digest({"calibration": self.calibration(source), "perplexity": self.text, "tasks": self.tasks})
 
     def calibration_tokens(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, source: str
     ) -> tuple[torch.Tensor, ...]:
-        """`calibration.tokens_of` that text, all of which a model of that vocabulary knows."""
+        """Return the tokens of each text of `source`, all of which a model of that vocabulary knows."""
         known = self.calibration(source)
         tokens = calibration.tokens_of(tokenizer, source)
         for part in tokens:
@@ -104,25 +106,25 @@ class Contents:
         return self._unchanged(f"calibration text {source}", tokens, known, Contents(self._run).calibration(source))
 
     def perplexity_tokens(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> torch.Tensor:
-        """The tokens of the perplexity text [N], as many as the run reads, all of which a model of that vocabulary knows."""
+        """Return the tokens of the perplexity text [N], as many as the run reads, all of which the model knows."""
         known, text = self.text, perplexity_text.load_text(self._run.data_dir, uses_embedded_data(self._run))
         tokens = calibration.tokenize(tokenizer, text)[: self._run.protocol.perplexity_tokens]
         calibration.check_token_ids(self._run.label, int(tokens.max()), vocab_size, " in the perplexity text")
         return self._unchanged("the perplexity text", tokens, known, Contents(self._run).text)
 
     def of_tasks(self, build: Callable[[], T]) -> T:
-        """What `build` makes of the tasks' files."""
+        """Return what `build` makes of the tasks' files, which must not change meanwhile."""
         known = self.tasks
         return self._unchanged("a file of the tasks", build(), known, Contents(self._run).tasks)
 
-    def _unchanged(self, what: str, found: T, known: str, now: str) -> T:
+    def _unchanged(self, what: str, content: T, known: str, now: str) -> T:
         if known != now:
             raise UserError(f"{what} was changed while it was read; run the command again")
-        return found
+        return content
 
 
 def suite_key(run: ModelRun, tasks: str, model_fingerprint: str, max_length: int) -> dict[str, Any]:
-    """The artifact key of the zero-shot requests as tokens; `tasks`: their fingerprint."""
+    """Return the artifact key of the zero-shot requests as tokens; `tasks` is the fingerprint of the tasks."""
     return {
         "version": SUITE_VERSION,
         "tokenizer": model_fingerprint,

@@ -67,8 +67,10 @@ _TRUST = "look at what it runs, then give --trust-tasks (trust_tasks=True in Pyt
 
 
 def read_definition(path: Path) -> dict[str, Any]:
-    """The fields of USED that a definition sets, with what it includes from its own folder. Raises UserError for everything that
-    is not data."""
+    """Read the fields of USED that a definition sets, with what it includes from its own folder.
+
+    Raises UserError for everything that is not data.
+    """
     values = _merged(path, path.parent.resolve(), ())
     if not all(isinstance(name, str) for name in values):
         raise UserError(f"{path} has fields whose names are no text; a definition has those of docs/data.md")
@@ -78,20 +80,20 @@ def read_definition(path: Path) -> dict[str, Any]:
                 f"{path} has the field {name:.60}, and only fields that are plain data are read (docs/data.md); leave it out, or "
                 f"{_TRUST}"
             )
-    found = {name: value for name, value in values.items() if name in USED and value is not None}
-    for name, value in found.items():
+    fields = {name: value for name, value in values.items() if name in USED and value is not None}
+    for name, value in fields.items():
         if not isinstance(value, USED[name]) or isinstance(value, bool):
             types = " or ".join(
                 {str: "a text", int: "a whole number", list: "a list", dict: "a mapping"}[t] for t in USED[name]
             )
             raise UserError(f"{path}: {name} is {value!r:.60}; it must be {types}")
-    for metric in found.get("metric_list", ()):
+    for metric in fields.get("metric_list", ()):
         _check_metric(path, metric)
-    return found
+    return fields
 
 
 def check_scored(name: str, output_type: str | None, metrics: Sequence[str] | None) -> None:
-    """Raises UserError unless a task of that type and with these metrics (None: the type's own) is one that is scored here."""
+    """Raise UserError unless a task of that type and with these metrics (None: the type's own) is one that is scored here."""
     if output_type not in OUTPUT_TYPES:
         raise UserError(
             f"task {name!r} is of type {output_type}; only multiple_choice and loglikelihood tasks are scored"
@@ -104,9 +106,11 @@ def check_scored(name: str, output_type: str | None, metrics: Sequence[str] | No
 
 
 def followed(path: Path) -> tuple[dict[str, Any], list[Path]]:
-    """A definition as far as it can be followed without running anything, functions as None, and the other files that it depends
-    on: what it includes and, where one of these names functions, the programs of its own folder and those that are named elsewhere.
-    Raises UserError where that is no YAML."""
+    """Return a definition as far as it can be read without running anything, and the other files that it depends on.
+
+    Functions are None. The files are what it includes and, where one of these names functions, the programs of its own folder and
+    those that are named elsewhere. Raises UserError for a file that is no YAML.
+    """
     files: dict[Path, dict[str, Any]] = {}
     merged = _follow(path.resolve(), files)
     texts = {file: _text(file) for file in files}
@@ -129,7 +133,7 @@ def _follow(path: Path, files: dict[Path, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merged(path: Path, folder: Path, before: tuple[Path, ...]) -> dict[str, Any]:
-    """A definition with what it includes below `folder`, its own fields last, as lm-eval merges them."""
+    """Merge a definition with what it includes below `folder`, its own fields last, as lm-eval does."""
     values = _load(path, _DataLoader)
     merged: dict[str, Any] = {}
     for other in _included(path, values):
@@ -147,7 +151,7 @@ def _merged(path: Path, folder: Path, before: tuple[Path, ...]) -> dict[str, Any
 
 
 def _included(path: Path, values: dict[str, Any]) -> Iterator[Path]:
-    """The files that `include` names, which is taken out of `values`."""
+    """Yield the files that `include` names, which is taken out of `values`."""
     names = values.pop("include", None)
     for name in names if isinstance(names, list) else [] if names is None else [names]:
         if not isinstance(name, str) or not name.isprintable():
@@ -156,7 +160,7 @@ def _included(path: Path, values: dict[str, Any]) -> Iterator[Path]:
 
 
 def _real(path: Path) -> Path:
-    """Without links, and as it is where they lead nowhere."""
+    """Return the path without links, unchanged where they lead nowhere."""
     return Path(os.path.realpath(path))
 
 
@@ -189,7 +193,7 @@ def _text(path: Path) -> str:
 
 
 def _count(path: Path, root: Any) -> None:
-    """Few, flat values: a YAML alias can make a small file a huge value, or one that holds itself."""
+    """Refuse many or deep values: a YAML alias can make a small file a huge value, or one that holds itself."""
     left, waiting = MAX_VALUES, [(root, 0)]
     while waiting:
         value, depth = waiting.pop()
@@ -217,7 +221,7 @@ def _check_metric(path: Path, metric: Any) -> None:
 
 
 class _WithoutMerges(yaml.SafeLoader):
-    """Without merge keys (<<), which a few lines can nest until nobody can wait for them."""
+    """Refuses merge keys (<<), which a few lines can nest until nobody can wait for them."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         for key, _ in node.value:
@@ -226,7 +230,7 @@ class _WithoutMerges(yaml.SafeLoader):
 
 
 class _DataLoader(_WithoutMerges):
-    """Plain data; a tag that would make anything else is refused."""
+    """Reads plain data; a tag that would make anything else is refused."""
 
     def refuse(self, node: yaml.Node) -> None:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
@@ -235,7 +239,7 @@ class _DataLoader(_WithoutMerges):
 
 
 class _Tagged(Exception):
-    """A tag, and the line where it stands."""
+    """Carries a tag that was refused, and the line where it stands."""
 
 
 class _Follower(_WithoutMerges):

@@ -63,17 +63,17 @@ class TaskSource:
 
     @classmethod
     def of(cls, data_dir: str | None, embedded: bool, trusted: bool = False) -> TaskSource:
-        """The source that the settings of a run name; embedded items win over `data_dir`."""
+        """Return the source that the settings of a run name; embedded items win over `data_dir`."""
         if embedded:
             return cls("embedded", str(tasks_dir().parent))
         return cls("hub") if data_dir is None else cls("folder", str(Path(data_dir).absolute()), trusted)
 
     def is_data(self, task: TaskFile) -> bool:
-        """Whether the definition of `task` is the user's and nobody vouches for it: it is read by `read_definition`."""
+        """Say whether `task` has a definition of the user's that nobody vouches for, so that `read_definition` reads it."""
         return self.kind == "folder" and not self.trusted and task.definition.name == OWN_DEFINITION
 
     def task_names(self) -> list[str]:
-        """The tasks that the folder holds, or for the hub the seven (the hub has more)."""
+        """Return the tasks that the folder holds, or for the hub the seven (the hub has more)."""
         if self.path is None:
             return sorted(STOCK_TASKS)
         root = Path(self.path) / "tasks"
@@ -91,7 +91,7 @@ class TaskFile(NamedTuple):
 
 
 def check_tasks(source: TaskSource, task_names: tuple[str, ...]) -> None:
-    """Raises UserError for unknown tasks and for missing files, all of them in one sentence; looks at paths only.
+    """Raise UserError for unknown tasks and for missing files, all of them in one sentence; looks at paths only.
 
     For the hub nothing can be known without asking it: a name that it lacks is found when the suite is built.
     """
@@ -100,7 +100,7 @@ def check_tasks(source: TaskSource, task_names: tuple[str, ...]) -> None:
 
 
 def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile]:
-    """The file of every task, in the order asked. Raises UserError as `check_tasks` does."""
+    """Return the files of every task, in the order asked. Raises UserError as `check_tasks` does."""
     assert source.path is not None, "the hub has no files"
     root = Path(source.path) / "tasks"
     if not root.is_dir():
@@ -133,8 +133,11 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
 
 
 def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
-    """What the tasks ask, without building them: the files' content, hub tasks by name and, the seven, by commit, and lm-eval's
-    version, whose definitions render them. Raises UserError as `check_tasks` does."""
+    """Return a hash of what the tasks ask, without building them.
+
+    It is of the files' content, of hub tasks of their names and, for the seven, commits, and of lm-eval's version, whose
+    definitions render them. Raises UserError as `check_tasks` does.
+    """
     parts = [importlib.metadata.version("lm_eval"), *task_names]
     if source.kind == "hub":
         repos = {name: repo for name in task_names if (repo := hub_dataset(name)) is not None}
@@ -151,7 +154,7 @@ def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
 
 
 def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
-    """The error for a task whose definition and items do not make requests; notes of `error` say in which item."""
+    """Return the error for a task whose definition and items make no requests; notes of `error` say in which item."""
     cause = " ".join(", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]).split())
     return UserError(
         f"task {task.name!r} cannot be built from {task.definition} and {task.items} ({cause}); correct the definition or the "
@@ -160,8 +163,11 @@ def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
 
 
 def right_choice(task: str, item: int, gold: Any, choices: Any, by_lm_eval: bool = True) -> int:
-    """Index of the right choice of an item, or -1 where it has several, in a list, of indices where lm-eval's own rule judges by
-    it. Raises UserError where one is none of the choices, or a choice is no text."""
+    """Return the index of an item's right choice, or -1 where it has several, in a list.
+
+    The list is of indices where lm-eval's own rule judges by it. Raises UserError where one is none of the choices, or a choice is
+    no text.
+    """
     strange = [choice for choice in choices if not isinstance(choice, str)]
     if strange:
         raise UserError(f"task {task!r}, question {item}: the choice {strange[0]!r:.200} is no text; correct it")
@@ -181,7 +187,7 @@ def right_choice(task: str, item: int, gold: Any, choices: Any, by_lm_eval: bool
 
 
 def check_characters(task: str, item: int, texts: Iterable[str]) -> None:
-    """Raises UserError where a text that an item is asked with has half of a character, which no tokenizer takes."""
+    """Raise UserError where a text that an item is asked with has half of a character, which no tokenizer takes."""
     if halves := re.search("[\ud800-\udfff]+", "".join(texts)):
         raise UserError(
             f"task {task!r}, question {item} is asked with {halves[0]!r:.60}, a character in halves; write the whole character, as "
@@ -190,7 +196,7 @@ def check_characters(task: str, item: int, texts: Iterable[str]) -> None:
 
 
 def plain_definition(task: TaskFile) -> dict[str, Any]:
-    """What lm-eval's ConfigurableTask takes, of a definition that is data. Raises UserError where it is not."""
+    """Return the config of lm-eval's ConfigurableTask for a definition that is data. Raises UserError where it is not."""
     read = functools.partial(load_items, str(task.items), task.split, list(task.fields))
     return read_definition(task.definition) | {
         "task": task.name,
@@ -202,7 +208,7 @@ def plain_definition(task: TaskFile) -> dict[str, Any]:
 
 
 def write_definition(task: TaskFile, folder: Path) -> Path:
-    """Writes the lm-eval definition of `task` with its items read by `load_items`; returns its path in `folder`."""
+    """Write the lm-eval definition of `task`, whose items `load_items` reads, to `folder`; return its path."""
     definition = {
         "include": str(task.definition),
         "task": task.name,
@@ -223,14 +229,14 @@ def write_definition(task: TaskFile, folder: Path) -> Path:
 
 
 def load_items(path: str, split: str, fields: list[str], **_: Any) -> DatasetDict:
-    """What lm-eval calls for the data set of a task from a file; it also passes the definition's metadata, not used."""
+    """Return a task's data set from a file, for lm-eval, which also passes the definition's metadata, not used."""
     from datasets import DatasetDict
 
     return DatasetDict({split: _to_dataset(Path(path), read_items(Path(path), tuple(fields)))})
 
 
 def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """The items of a JSON-lines file. Raises UserError, with file and line, for bad JSON or a field that is missing or null."""
+    """Read the items of a JSON-lines file. Raises UserError, with file and line, for bad JSON or an absent field."""
     items = []
     for number, line in enumerate(utf8_text(path.read_bytes(), path).split("\n"), start=1):
         if not line.strip():
@@ -267,7 +273,7 @@ def _to_dataset(path: Path, items: list[dict[str, Any]]) -> Dataset:
 
 
 def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Items by field. Raises UserError where a field has values of types that no column has together."""
+    """Return items by field. Raises UserError where a field has values of types that no column has together."""
     import pyarrow
 
     found = {
@@ -284,7 +290,7 @@ def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def hub_dataset(name: str) -> str | None:
-    """The repository that lm-eval's definition of one of `STOCK_TASKS` names; None for another task."""
+    """Return the repository that lm-eval's definition of one of `STOCK_TASKS` names; None for another task."""
     if name not in STOCK_TASKS:
         return None
     path, found = stock_definition(name), None
@@ -299,7 +305,10 @@ def hub_dataset(name: str) -> str | None:
 
 
 def pinned_definition(name: str, folder: Path) -> Path:
-    """lm-eval's definition of one of `STOCK_TASKS`, in `folder`, to be read from the commit that `tasks_fingerprint` names."""
+    """Write lm-eval's definition of one of `STOCK_TASKS` to `folder`, pinned to the commit that `tasks_fingerprint` names.
+
+    Returns its path; without a commit that of lm-eval's own file.
+    """
     repo = hub_dataset(name)
     commit = None if repo is None else hub.dataset_commit(repo)
     if commit is None:
@@ -311,7 +320,7 @@ def pinned_definition(name: str, folder: Path) -> Path:
 
 
 def stock_definition(name: str) -> Path:
-    """lm-eval's own definition of one of `STOCK_TASKS`, found without importing lm_eval (which takes seconds)."""
+    """Find lm-eval's own definition of one of `STOCK_TASKS` without importing lm_eval (which takes seconds)."""
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("the package lm_eval is not installed; zero-shot tasks need it, run `pip install lm_eval`")

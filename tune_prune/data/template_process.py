@@ -53,7 +53,7 @@ def not_null(value: Any) -> Any:
 
 
 def bound(what: int, soft: int, hard: int) -> None:
-    """Limits a resource, where no lower limit is set."""
+    """Limit a resource, where no lower limit is set."""
     _, most = resource.getrlimit(what)
     most = hard if most == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (min(soft, most), most))

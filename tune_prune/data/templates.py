@@ -22,7 +22,7 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 class TemplateError(ValueError):
-    """A template that cannot be rendered; the message is a clause."""
+    """Says in a clause why a template cannot be rendered."""
 
 
 class TemplateProcess:
@@ -32,8 +32,11 @@ class TemplateProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
-        """`template` with `values`, plain data as JSON has it. Raises TemplateError, also where it does what the sandbox refuses,
-        takes more than SECONDS, or all of them more than CPU_SECONDS, or fills the memory."""
+        """Render `template` with `values`, plain data as JSON has it.
+
+        Raises TemplateError, also where it does what the sandbox refuses, takes more than SECONDS, or all of them more than
+        CPU_SECONDS, or fills the memory.
+        """
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         line = ""
@@ -68,7 +71,7 @@ class TemplateProcess:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The process ends with its input."""
+    """Close the input of the process, with which it ends."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()

@@ -34,7 +34,7 @@ BLOCK = 128  # tokens of a window that are one observation for the standard erro
 
 
 def compared_tokens(tokens: int, most: int) -> int:
-    """Of `tokens` that there are, those that KL is measured on: one in ONE_IN, rounded up, at least LEAST and at most `most`."""
+    """Return how many of `tokens` KL is measured on: one in ONE_IN, rounded up, at least LEAST and at most `most`."""
     return min(tokens, most, max(LEAST, math.ceil(tokens / ONE_IN)))
 
 
@@ -47,7 +47,7 @@ class Divergence:
 
     @classmethod
     def of(cls, values: np.ndarray, samples: Sequence[Tensor], block: int | None) -> Divergence:
-        """From `values` [N] of the tokens of `samples`, each cut into blocks of `block` tokens (None: not cut)."""
+        """Average `values` [N] of the tokens of `samples` over blocks of `block` tokens (None: a sample is a block)."""
         sizes = [
             min(block or len(sample), len(sample) - start)
             for sample in samples
@@ -58,70 +58,79 @@ class Divergence:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Divergence:
-        """The one whose fields these are. Raises KeyError or ValueError."""
-        found = cls(arrays["nats"], arrays["tokens"])
-        if found.nats.shape != found.tokens.shape or found.nats.dtype != np.float64 or not found.tokens.size:
+        """Return the divergence whose fields these are. Raises KeyError or ValueError."""
+        divergence = cls(arrays["nats"], arrays["tokens"])
+        nats, tokens = divergence.nats, divergence.tokens
+        if nats.shape != tokens.shape or nats.dtype != np.float64 or not tokens.size:
             raise ValueError("it does not have a divergence for every block")
-        if (found.tokens < 1).any():
+        if (tokens < 1).any():
             raise ValueError("it has blocks without tokens")
-        return found
+        return divergence
 
     def to_dict(self) -> dict[str, list[float]]:
-        """For kl.json."""
+        """Return the fields as kl.json has them."""
         return {"tokens": self.tokens.tolist(), "nats": self.nats.tolist()}
 
     @property
     def mean(self) -> float:
-        """Over all tokens."""
+        """Return the mean over all tokens, in nats."""
         return float(self.nats @ self.tokens / self.tokens.sum())
 
     @property
     def stderr(self) -> float:
-        """Of `mean`, a ratio of sums over blocks: sqrt(n / (n - 1) * sum (tokens (nats - mean))^2) / all tokens (Cochran, Sampling
-        Techniques, 1977, 2.11); nan for a single block."""
+        """Return the standard error of `mean`, which is a ratio of sums over n blocks; nan for a single block.
+
+        sqrt(n / (n - 1) * sum (tokens (nats - mean))^2) / all tokens (Cochran, Sampling Techniques, 1977, 2.11).
+        """
         n = len(self.nats)
         spread = float(np.square(self.tokens * (self.nats - self.mean)).sum())
         return math.sqrt(n / (n - 1) * spread) / float(self.tokens.sum()) if n > 1 else math.nan
 
 
 def most_rows(samples: Sequence[Tensor], config: PretrainedConfig, device: str) -> int:
-    """The most of `samples` that go through a model of `config` together on "cpu" or "cuda", where nothing is halved."""
+    """Return the most of `samples` that go through a model of `config` together on "cpu" or "cuda", where nothing is halved."""
     return max(1, min(default_batch_tokens(config, device) // min(map(len, samples)), len(samples)))
 
 
 @torch.inference_mode()
 def head_inputs(model: PreTrainedModel, samples: Sequence[Tensor], residency: Residency = RESIDENT) -> Tensor:
-    """What the head of `model` is given at every token of `samples` (LongTensor [T] each): [N, H] on the CPU, in their order."""
-    ends, found = list(accumulate(map(len, samples))), torch.empty(0)
+    """Return what the head of `model` is given at every token of `samples` (LongTensor [T] each): [N, H] on the CPU."""
+    ends, inputs = list(accumulate(map(len, samples))), torch.empty(0)
     for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "original model for KL"):
         given = tail.head_inputs(states)
-        if not len(found):  # once, and no copy of it: those of a long training may be most of what there is
-            found = torch.empty(ends[-1], given.shape[-1], dtype=given.dtype)
+        if not len(inputs):  # once, and no copy of it: those of a long training may be most of what there is
+            inputs = torch.empty(ends[-1], given.shape[-1], dtype=given.dtype)
         for number, row, own in zip(numbers, given, inside, strict=True):
-            found[ends[number] - len(samples[number]) : ends[number]] = row[own.to(row.device)]
-    return found
+            inputs[ends[number] - len(samples[number]) : ends[number]] = row[own.to(row.device)]
+    return inputs
 
 
 @torch.inference_mode()
 def token_divergences(
     model: PreTrainedModel, samples: Sequence[Tensor], dense: Tensor, residency: Residency = RESIDENT
 ) -> np.ndarray:
-    """KL(dense || model) in nats of what is predicted at every token of `samples`: [N], float32 or better. `dense`: `head_inputs`
-    [N, H] of the dense model. `residency` says where weights and hidden states are, and how much is done at once."""
-    of_sample = dense.split([len(sample) for sample in samples])
-    found: list[Tensor] = [torch.empty(0)] * len(samples)
+    """Return KL(dense || model) in nats of what is predicted at every token of `samples`: [N], float32 or better.
+
+    `dense` are the `head_inputs` [N, H] of the dense model. `residency` says where weights and hidden states are, and how much is
+    done at once.
+    """
+    dense_inputs = dense.split([len(sample) for sample in samples])
+    of_samples: list[Tensor] = [torch.empty(0)] * len(samples)
     for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "KL"):
-        values = tail.divergences(states, inside, torch.cat([of_sample[number] for number in numbers])).cpu()
+        values = tail.divergences(states, inside, torch.cat([dense_inputs[number] for number in numbers])).cpu()
         for number, part in zip(numbers, values.split([len(samples[number]) for number in numbers]), strict=True):
-            found[number] = part
-    return torch.cat(found).numpy()
+            of_samples[number] = part
+    return torch.cat(of_samples).numpy()
 
 
 def _behind_the_layers(
     model: PreTrainedModel, samples: Sequence[Tensor], residency: Residency, what: str
 ) -> Iterator[tuple[NextTokenLosses, Tensor, tuple[int, ...], Tensor]]:
-    """Batch by batch: what stands behind the layers; what the last layer has given, [B, T, H]; whose samples it is, by number; and
-    where these have tokens, bool [B, T]: they are padded on the right, where causal attention never looks."""
+    """Yield, batch by batch, what stands behind the layers, what the last layer gives [B, T, H], and whose it is.
+
+    The last two parts are the numbers of the samples, and where these have tokens, bool [B, T]: they are padded on the right, where
+    causal attention never looks.
+    """
     runner = LayerRunner(model, family_of(model.config.model_type), residency)
     device = runner.device.type
     batches = {}

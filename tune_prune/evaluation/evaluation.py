@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
-    """A measured model. Accuracies and their standard errors are fractions."""
+    """Holds what the measurement of a model has found. Accuracies and their standard errors are fractions."""
 
     run: ModelRun  # what it was measured on: tasks, limit, texts, seed, dtype
     record: TrialRecord  # every metric by its name, and what each stage has cost
@@ -28,18 +28,21 @@ class Evaluation:
 
     @property
     def ppl(self) -> float:
-        """Perplexity per token, over windows of `perplexity_window` tokens of a text that no calibration reads."""
+        """Return the perplexity per token, over windows of `perplexity_window` tokens of a text that no calibration reads."""
         return self.record.metrics["ppl"]
 
     @property
     def acc_mean(self) -> float:
-        """The plain mean of the tasks' accuracies."""
+        """Return the plain mean of the tasks' accuracies."""
         return self.record.metrics["acc_mean"]
 
     @property
     def acc_mean_stderr(self) -> float:
-        """Of `acc_mean`: sqrt(sum of the tasks' squared errors) / number of tasks; nan where a task has a single item. A task of
-        which all items are right, or none, has the error of Wilson's interval; the record has 0 (docs/analysis.md)."""
+        """Return the standard error of `acc_mean`: sqrt(sum of the tasks' squared errors) / number of tasks.
+
+        It is nan where a task has a single item. A task of which all items are right, or none, has the error of Wilson's interval;
+        the record has 0 (docs/analysis.md).
+        """
         return self._errors["acc_mean_stderr"]
 
     @cached_property
@@ -49,7 +52,7 @@ class Evaluation:
 
     @property
     def kl(self) -> dict[str, tuple[float, float]]:
-        """KL(dense || this model) in nats per token and its standard error, on "text" (the perplexity text) and on "tasks"
+        """Return KL(dense || this model) in nats per token and its standard error, on "text" (the perplexity text) and on "tasks"
         (questions with their right answers); empty where it was not measured."""
         metrics = self.record.metrics
         return {
@@ -60,10 +63,13 @@ class Evaluation:
 
     @property
     def tasks(self) -> pd.DataFrame:
-        """A row per task, by its name: metric (acc, or acc_norm: by log-likelihood per character), accuracy, stderr, chance (what
-        picking choices blindly gives) and items (their number); gold_logprob, the mean log-probability of the right choice in nats,
-        and gold_logprob_stderr. The last two are nan for a task whose items have no single right choice, and so is chance
-        where they have several."""
+        """Return a row per task, by its name.
+
+        Columns: metric (acc, or acc_norm: by log-likelihood per character), accuracy, stderr, chance (what picking choices blindly
+        gives) and items (their number); gold_logprob, the mean log-probability of the right choice in nats, and
+        gold_logprob_stderr. The last two are nan for a task whose items have no single right choice, and so is chance where they
+        have several.
+        """
         import pandas as pd
 
         rows = {}
@@ -82,7 +88,7 @@ class Evaluation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the numbers should know, in sentences."""
+        """Return what a reader of the numbers should know, in sentences."""
         return tuple(self.record.notes)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from tune_prune.core.measures import chance
 
 @dataclass(frozen=True)
 class ItemScore:
-    """The outcome of one item: lm-eval's accuracies (0 or 1) and what they came from."""
+    """Holds the outcome of one item: lm-eval's accuracies (0 or 1) and what they came from."""
 
     task: str
     doc_id: int  # position in the task's evaluation split
@@ -27,7 +27,7 @@ class ItemScore:
 
     @property
     def score(self) -> float:
-        """The accuracy by which this task is reported."""
+        """Return the accuracy by which this task is reported."""
         if metric_of(self.task) == "acc":
             return self.acc
         assert self.acc_norm is not None, f"{self.task} was built without acc_norm"
@@ -35,13 +35,14 @@ class ItemScore:
 
 
 def metric_of(task: str) -> str:
-    """The metric by which a task is reported; acc for tasks other than the seven."""
+    """Return the metric by which a task is reported; acc for tasks other than the seven."""
     return ZERO_SHOT_METRIC.get(task, "acc")
 
 
 def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
-    """acc_<task> with acc_<task>_stderr, and acc_mean with acc_mean_stderr, as fractions; gold_logprob_<task> and gold_logprob_mean
-    with theirs, in nats.
+    """Return the metrics of items: accuracies as fractions, log-probabilities of right choices in nats, with standard errors.
+
+    They are acc_<task>, acc_<task>_stderr, acc_mean, acc_mean_stderr, gold_logprob_<task> and so on.
 
     A task's standard error is lm-eval's: of a mean of n outcomes with the n - 1 variance, sqrt(p (1 - p) / (n - 1)),
     nan for a single item. acc_mean is the plain mean of the k tasks; its error sqrt(sum of squared errors) / k takes
@@ -72,26 +73,26 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
 
 
 def _gold_logprobs(golds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The metrics of `summarize` from the log-probabilities of each task's right choices; none without any."""
-    found = {task: mean_and_stderr(values) for task, values in golds.items()}
-    if found:
-        means, errors = zip(*found.values(), strict=True)
-        found["mean"] = sum(means) / len(means), math.sqrt(sum(error**2 for error in errors)) / len(errors)
-    names = {f"gold_logprob_{task}": pair for task, pair in found.items()}
+    """Return the metrics of `summarize` from the log-probabilities of each task's right choices; none without any."""
+    by_task = {task: mean_and_stderr(values) for task, values in golds.items()}
+    if by_task:
+        means, errors = zip(*by_task.values(), strict=True)
+        by_task["mean"] = sum(means) / len(means), math.sqrt(sum(error**2 for error in errors)) / len(errors)
+    names = {f"gold_logprob_{task}": pair for task, pair in by_task.items()}
     return {
         f"{name}{end}": value for name, pair in names.items() for end, value in zip(("", "_stderr"), pair, strict=True)
     }
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error with the n - 1 variance: nan for a single value."""
+    """Return the mean, and its standard error with the n - 1 variance: nan for a single value."""
     count, mean = len(values), sum(values) / len(values)
     spread = sum((value - mean) ** 2 for value in values)
     return mean, math.sqrt(spread / (count - 1) / count) if count > 1 else math.nan
 
 
 def outcomes_by_task(items: Iterable[ItemScore]) -> dict[str, str]:
-    """The scores of each task's items in the order given, a "0" or "1" each."""
+    """Return the scores of each task's items in the order given, a "0" or "1" each."""
     outcomes: dict[str, list[str]] = {}
     for item in items:
         outcomes.setdefault(item.task, []).append("1" if item.score else "0")
@@ -99,8 +100,10 @@ def outcomes_by_task(items: Iterable[ItemScore]) -> dict[str, str]:
 
 
 def gold_logprobs_by_task(items: Iterable[ItemScore]) -> dict[str, tuple[float, ...]]:
-    """The log-probability, in nats, of the right choice of each task's items in the order given. Items without a single right
-    choice are left out, and so is a task that has no others."""
+    """Return the log-probability, in nats, of the right choice of each task's items in the order given.
+
+    Items without a single right choice are left out, and so is a task that has no others.
+    """
     golds: dict[str, list[float]] = {}
     for item in items:
         if item.gold >= 0:
@@ -123,13 +126,15 @@ _SCHEMA = pyarrow.schema(
 
 
 def items_table(items: Iterable[ItemScore]) -> pyarrow.Table:
-    """One row per item: the fields of ItemScore and `score`."""
+    """Return a table with one row per item: the fields of ItemScore and `score`."""
     return pyarrow.Table.from_pylist([vars(item) | {"score": item.score} for item in items], schema=_SCHEMA)
 
 
 def accuracies(content: bytes) -> dict[str, float]:
-    """acc_<task> and acc_mean, as `summarize` has them, of the items in a Parquet file of `items_table`. Raises
-    pyarrow.ArrowException or KeyError for anything else."""
+    """Return acc_<task> and acc_mean, as `summarize` has them, of the items in a Parquet file of `items_table`.
+
+    Raises pyarrow.ArrowException or KeyError for anything else.
+    """
     rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=["task", "score"]).to_pydict()
     scores: dict[str, list[float]] = {}
     for task, score in zip(rows["task"], rows["score"], strict=True):
@@ -139,7 +144,7 @@ def accuracies(content: bytes) -> dict[str, float]:
 
 
 def to_parquet(items: Iterable[ItemScore]) -> bytes:
-    """The content of a Parquet file of `items_table`."""
+    """Return the content of a Parquet file of `items_table`."""
     content = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(items_table(items), content)
     return content.getvalue().to_pybytes()

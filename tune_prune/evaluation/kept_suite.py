@@ -16,7 +16,7 @@ from tune_prune.evaluation.suite import ZeroShotSuite
 
 @dataclass(frozen=True)
 class KeptSuite:
-    """Where the suite of `run` is kept. `contents`: of that run, `config`: of its model."""
+    """Makes, keeps and reads the suite of `run`, whose data `contents` reads and whose model has that `config`."""
 
     run: ModelRun
     contents: Contents
@@ -26,19 +26,19 @@ class KeptSuite:
 
     @cached_property
     def key(self) -> dict[str, Any]:
-        """Of the suite as an artifact."""
+        """Return the key of the suite as an artifact."""
         length = self.config.max_position_embeddings
         return suite_key(self.run, self.contents.tasks, self.model_fingerprint, length)
 
     def read(self) -> ZeroShotSuite | None:
-        """The suite that was kept, if one was. Raises UserError for a token id that the model does not know."""
-        found = self.artifacts.get(
+        """Return the suite that was kept, if one was. Raises UserError for a token id that the model does not know."""
+        suite = self.artifacts.get(
             "suite", self.key, lambda arrays: ZeroShotSuite.from_arrays(arrays, self.run.protocol)
         )
-        return found and self._known(found)
+        return suite and self._known(suite)
 
     def make(self, tokenizer: PreTrainedTokenizerBase) -> ZeroShotSuite:
-        """The suite by lm-eval. Raises UserError as `build_suite` and `read` do."""
+        """Build the suite by lm-eval. Raises UserError as `build_suite` and `read` do."""
         from tune_prune.evaluation.zero_shot import build_suite  # imports lm_eval: seconds, and not needed before
 
         source, length = task_source(self.run), self.config.max_position_embeddings
@@ -57,13 +57,13 @@ class KeptSuite:
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The special token with which the tokenizer ends every text, if there is one."""
+    """Return the special token with which the tokenizer ends every text, if there is one."""
     whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     return str(tokenizer.convert_ids_to_tokens(whole[-1])) if plain and whole[-1] != plain[-1] else None
 
 
 def ends_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Of a tokenizer that ends every text: that accuracies are worthless, and what mends it."""
+    """Warn of a tokenizer that ends every text: accuracies are worthless then. Return a sentence or none."""
     if (end := end_token(tokenizer)) is None:
         return ()
     return (
@@ -73,7 +73,7 @@ def ends_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def caveats(tokenizer: PreTrainedTokenizerBase, suite: ZeroShotSuite | None) -> tuple[str, ...]:
-    """What a reader of the accuracies must know of how the items are tokens, in sentences."""
+    """Return what a reader of the accuracies must know of how the items are tokens, in sentences."""
     if suite is None or not suite.num_crossing:
         return ends_texts(tokenizer)
     crossing = (

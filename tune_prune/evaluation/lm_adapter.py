@@ -52,7 +52,7 @@ class SharedPrefixLM(LM):
             log.warning("choices are scored one by one: %s", self.unsupported_reason)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, whether greedy decoding would produce it) of every request, in order."""
+        """Return (log-likelihood in nats, whether greedy decoding would produce it) of every request, in order."""
         encoded = encode(self.tokenizer, requests, self.max_length)
         documents: dict[tuple[str | None, int | None], list[int]] = {}
         for index, instance in enumerate(requests):
@@ -76,9 +76,10 @@ class SharedPrefixLM(LM):
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], max_length: int) -> list[Request]:
-    """lm-eval's requests of type loglikelihood as tokens, in order, split as lm-eval does: the continuation is what is left behind
-    as many tokens as the context alone has. Where that is nothing (tokens that cross word boundaries), it is every token that
-    differs from the context's, and the request is `crossing`.
+    """Encode lm-eval's requests of type loglikelihood, in order, split as lm-eval does.
+
+    The continuation is what is left behind as many tokens as the context alone has. Where that is nothing (tokens that cross word
+    boundaries), it is every token that differs from the context's, and the request is `crossing`.
 
     Cut to `max_length` as HFLM does: the last max_length + 1 tokens, of which the last is only predicted. Raises
     UserError for continuations without tokens or with more than that, and for a tokenizer with neither BOS nor EOS.
@@ -108,7 +109,7 @@ _Pair = tuple[list[int], list[int], bool]
 
 
 def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance]) -> list[_Pair]:
-    """(context ids, continuation ids, whether a token crosses from one to the other) of every request.
+    """Return (context ids, continuation ids, whether a token crosses from one to the other) of every request.
 
     HFLM's rule goes over the requests twice. The first time, the texts that it would encode are only noted; they are
     then encoded all at once and each once, which a fast tokenizer does on all cores; the second time their tokens are returned.
@@ -135,7 +136,7 @@ def _answer(instance: Instance) -> str:
 
 
 class _Encoding(HFLM):
-    """HFLM's own rule for turning (context, continuation) into tokens, with no model behind it."""
+    """Turns (context, continuation) into tokens by HFLM's own rule, with no model behind it."""
 
     # HFLM's defaults, which its constructor would set along with loading a model.
     add_bos_token = None
@@ -146,7 +147,7 @@ class _Encoding(HFLM):
         self.tokenizer = tokenizer
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list:
-        """Where HFLM would run its model: hands back the encoded pairs. Its rule moves white space from the end of the context to
+        """Hand back the encoded pairs, where HFLM would run its model. Its rule moves white space from the end of the context to
         the continuation; it stops where nothing is left before it, which stands for an empty context here."""
         pairs: list[_Pair] = []
         for texts, context, continuation in requests:
@@ -160,7 +161,10 @@ class _Encoding(HFLM):
 
 
 class _BulkTokenizer:
-    """A tokenizer for HFLM's rule that encodes in bulk: `encode` notes a text without tokens and returns a placeholder."""
+    """Stands in for a tokenizer in HFLM's rule and encodes in bulk.
+
+    `encode` notes a text without tokens and returns a placeholder.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

@@ -38,7 +38,7 @@ class PerplexityResult:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PerplexityResult:
-        """The result of which each field was made an array. Raises KeyError, TypeError or ValueError."""
+        """Return the result of which each field was made an array. Raises KeyError, TypeError or ValueError."""
         found = cls(float(arrays["ppl"]), float(arrays["mean_loss"]), int(arrays["num_tokens"]))
         if found.num_tokens < 1 or not np.isclose(found.ppl, _exp(found.mean_loss), equal_nan=True):
             raise ValueError("it is not the perplexity of its loss")

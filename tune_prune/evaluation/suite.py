@@ -8,9 +8,10 @@ known beforehand, so judging thousands of items takes milliseconds; items of oth
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import zip_longest
@@ -26,10 +27,9 @@ from tune_prune.data.calibration import check_token_ids
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
 from tune_prune.evaluation.engine.rows import Request, RequestScores, most_halvings
 from tune_prune.evaluation.item_scores import ItemScore
-from tune_prune.evaluation.slices import even_slices
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
-__all__ = ["Item", "RequestScores", "ZeroShotSuite"]
+__all__ = ["Item", "RequestScores", "ZeroShotSuite", "even_slices"]
 
 _SURE = 32  # characters
 
@@ -39,7 +39,7 @@ Judgement = Callable[[list[tuple[float, bool]]], tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Item:
-    """One document of a task."""
+    """Holds one document of a task as requests."""
 
     task: str
     doc_id: int  # position in the task's evaluation split
@@ -51,8 +51,11 @@ class Item:
 
 
 class ZeroShotSuite:
-    """The items of a protocol, ready to be scored. Each slice adds items of every task to the one before it, as evenly from
-    the tasks as their sizes allow (`slices.even_slices`); which ones follows from the protocol's seed."""
+    """Holds the items of a protocol, ready to be scored in slices.
+
+    Each slice adds items of every task to the one before it, as evenly from the tasks as their sizes allow (`even_slices`); which
+    ones follows from the protocol's seed.
+    """
 
     def __init__(self, items: Sequence[Item], protocol: EvaluationProtocol) -> None:
         self.items = list(items)
@@ -82,8 +85,10 @@ class ZeroShotSuite:
             check_token_ids(label, largest, vocab_size, f" in task {task!r}")
 
     def right_answers(self) -> list[np.ndarray]:
-        """Questions with their right answers as token ids, without the very last: an item of each task in turn, from the first on.
-        Items without a single right choice are left out."""
+        """Return questions with their right answers as token ids, without the very last, an item of each task in turn.
+
+        Items without a single right choice are left out.
+        """
         by_task: dict[str, list[np.ndarray]] = {task: [] for task in self.items_per_task}
         for item in self.items:
             if item.gold >= 0:
@@ -91,8 +96,11 @@ class ZeroShotSuite:
         return [inputs for turn in zip_longest(*by_task.values()) for inputs in turn if inputs is not None]
 
     def items_in(self, texts: Iterable[Tensor], tokenizer: PreTrainedTokenizerBase) -> int:
-        """How many items one of `texts`, token ids [N] each, holds: the question with its right answer in the words in which it is
-        asked, whatever the white space. Shorter ones than `_SURE` characters are not counted: they may be there by chance."""
+        """Count the items that one of `texts`, token ids [N] each, holds.
+
+        An item is the question with its right answer in the words in which it is asked, whatever the white space. Shorter ones than
+        `_SURE` characters are not counted: they may be there by chance.
+        """
         right = [item.requests[item.gold] for item in self.items if item.gold >= 0]
         whole = [[*request.inputs.tolist(), int(request.targets[-1])] for request in right]
         asked = [_words(text) for text in tokenizer.batch_decode(whole, skip_special_tokens=True)]
@@ -108,11 +116,11 @@ class ZeroShotSuite:
         return sum(question in seen for question in asked)
 
     def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
-        """Tokens (without padding) that scoring the items which this slice adds forwards."""
+        """Return how many tokens (without padding) are forwarded to score the items that this slice adds."""
         return self.rows_in_slice(slice_index, share).num_tokens
 
     def rows_in_slice(self, slice_index: int, share: bool = True) -> Rows:
-        """What is forwarded for them."""
+        """Return the rows that are forwarded to score the items that this slice adds."""
         return self._slices[slice_index].rows(share)
 
     def request_scores(
@@ -124,7 +132,7 @@ class ZeroShotSuite:
         residency: Residency = RESIDENT,
         scores: RequestScores | None = None,
     ) -> RequestScores:
-        """Scores of the requests that this slice adds to the one before it.
+        """Score the requests that this slice adds to the one before it.
 
         `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
         forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
@@ -141,27 +149,27 @@ class ZeroShotSuite:
             return score_planned(model, rows, batch_tokens, advance, residency, scores)
 
     def blank_scores(self, slice_index: int) -> RequestScores:
-        """Of the requests that this slice adds, to be filled in."""
+        """Return empty scores of the requests that this slice adds, to be filled in."""
         return RequestScores.blank(self._slices[slice_index].rows(True).num_requests)
 
     def most_halvings(
         self, slice_index: int, config: PretrainedConfig, share: bool, residency: Residency, device: str
     ) -> int:
-        """Times that `request_scores` can do with half as much at once on "cpu" or "cuda"."""
+        """Return how many times `request_scores` can do with half as much at once on "cpu" or "cuda"."""
         return most_halvings(self._slices[slice_index].rows(share).all, config, residency, device)
 
     def judge(self, slice_index: int, scores: RequestScores) -> list[ItemScore]:
-        """The items that this slice adds, with their accuracies."""
+        """Return the items that this slice adds, with their accuracies."""
         return self._slices[slice_index].judge(scores)
 
     def score_slice(
         self, model: PreTrainedModel, slice_index: int, batch_tokens: int | None = None, share: bool = True
     ) -> list[ItemScore]:
-        """`judge` of `request_scores`."""
+        """Score and judge the items that this slice adds."""
         return self.judge(slice_index, self.request_scores(model, slice_index, batch_tokens, share))
 
     def arrays(self) -> dict[str, np.ndarray] | None:
-        """The suite as arrays; None where an item needs lm-eval's judgement, which no array can hold."""
+        """Return the suite as arrays; None where an item needs lm-eval's judgement, which no array can hold."""
         if any(item.judgement for item in self.items):
             return None
         tasks = list(self.items_per_task)
@@ -183,7 +191,7 @@ class ZeroShotSuite:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], protocol: EvaluationProtocol) -> ZeroShotSuite:
-        """The suite whose `arrays` these are."""
+        """Return the suite whose `arrays` these are."""
         inputs = _split(arrays["inputs"], arrays["num_inputs"])
         targets = _split(arrays["targets"], arrays["num_targets"])
         requests = [Request(*one) for one in zip(inputs, targets, arrays["crossing"].tolist(), strict=True)]
@@ -201,7 +209,7 @@ class ZeroShotSuite:
 
 
 class _Slice:
-    """The items that one slice adds."""
+    """Holds the items that one slice adds."""
 
     def __init__(self, index: int, items: list[Item]) -> None:
         self.index = index
@@ -210,12 +218,12 @@ class _Slice:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """Number of each item's first request, and at the end that of all [items + 1]."""
+        """Return the number of each item's first request, and at the end that of all [items + 1]."""
         return np.cumsum([0] + [len(item.requests) for item in self.items])
 
     @cached_property
     def _groups(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-        """Items with equally many choices c, judged at once: their numbers [g], their requests' [g, c], the right
+        """Return items with equally many choices c, judged at once: their numbers [g], their requests' [g, c], the right
         choices [g] and the choices' lengths [g, c] (0 where the task has no acc_norm)."""
         members: dict[int, list[int]] = {}
         for number, item in enumerate(self.items):
@@ -260,6 +268,28 @@ def _integers(values: Iterable[int]) -> np.ndarray:
 
 
 def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Views of consecutive parts of `values` of those lengths."""
+    """Return views of consecutive parts of `values` of those lengths."""
     ends = np.cumsum(lengths).tolist()
     return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def even_slices(task_sizes: Mapping[str, int], fractions: Sequence[float]) -> list[dict[str, int]]:
+    """Return how many items of each task have been seen after each slice.
+
+    A slice takes its fraction of ALL items, as evenly from the tasks as their sizes allow: min(N_t, level), rounded up.
+
+    acc_mean weighs tasks and not items alike, so its error is that of the smallest samples: for the same number of items
+    equal samples give the smallest one if outcomes spread alike in all tasks (Neyman's allocation; Cochran 1977, 5.5).
+    """
+    sizes = sorted(task_sizes.values())
+    slices = []
+    for fraction in fractions:
+        left, level = fraction * sum(sizes), 0.0
+        for index, size in enumerate(sizes):  # smallest first: each takes all it has or an equal share of what is left
+            level = left / (len(sizes) - index)
+            if level <= size:
+                break
+            left -= size
+        # The small number keeps a level of 3.0000000000000004 from becoming 4.
+        slices.append({task: math.ceil(min(size, level) - 1e-9) for task, size in task_sizes.items()})
+    return slices

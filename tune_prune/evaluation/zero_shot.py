@@ -51,7 +51,7 @@ _COMPILED = SimpleNamespace(from_string=functools.cache(lm_eval.utils.env.from_s
 def build_suite(
     tokenizer: PreTrainedTokenizerBase, protocol: EvaluationProtocol, source: TaskSource, max_length: int
 ) -> ZeroShotSuite:
-    """Renders and tokenises every request of the protocol's tasks.
+    """Render and tokenise every request of the protocol's tasks.
 
     `max_length` is the model's position limit in tokens; longer requests lose their first tokens, as in lm-eval. Raises
     UserError for what the user must change: unknown tasks, missing or bad files, no hub, a task that is not scored by
@@ -74,7 +74,7 @@ def build_suite(
 
 
 def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request]) -> Item:
-    """The item of a document; with lm-eval's own judgement unless it is plain multiple choice with one right answer."""
+    """Return the item of a document, with lm-eval's own judgement unless it is plain multiple choice with one right answer."""
     own_rule = _has_own_rule(task)
     gold = _gold(task, doc_id, doc, not own_rule)
     texts = task.doc_to_choice(doc) if gold >= 0 else []  # no or several right answers: not plain
@@ -98,7 +98,7 @@ def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request])
 
 
 def _has_own_rule(task: Task) -> bool:
-    """Whether something else than lm-eval's own rule judges what a model answers."""
+    """Say whether something else than lm-eval's own rule judges what a model answers."""
     lm_evals = getattr(task.process_results, "__func__", None) is ConfigurableTask.process_results
     return not lm_evals or callable(task.config.process_results)
 
@@ -106,8 +106,11 @@ def _has_own_rule(task: Task) -> bool:
 def _judged_by_lm_eval(
     task: Task, doc: dict[str, Any], outcomes: list[tuple[float, bool]]
 ) -> tuple[float, float | None]:
-    """acc and acc_norm. Raises UserError where the one that the task is reported by is missing, or one is a share of an item, which
-    no outcome of right or wrong can keep."""
+    """Return acc and acc_norm by lm-eval's judgement.
+
+    Raises UserError where the one that the task is reported by is missing, or one is a share of an item, which no outcome of right
+    or wrong can keep.
+    """
     judged, reported = task.process_results(doc, outcomes), metric_of(task.task_name)
     accuracies = {name: float(judged[name]) for name in ("acc", "acc_norm") if name in judged}
     for name, value in accuracies.items():
@@ -126,7 +129,7 @@ def _judged_by_lm_eval(
 
 
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
-    """The protocol's tasks, each with its requests built."""
+    """Yield the protocol's tasks, each with its requests built."""
     templates = functools.partial(_rendered_by, _Templates(TemplateProcess()))
     with temporary.folder() as folder:
         if source.kind == "hub":
@@ -150,7 +153,7 @@ def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Ta
 
 
 class _PlainTask(ConfigurableTask):
-    """A task whose definition is data."""
+    """Asks as a definition says that is data, and refuses choices that are no list of texts."""
 
     def doc_to_choice(self, doc: Any, *template: Any) -> list[str]:
         choices = None if self.config.doc_to_choice is None else super().doc_to_choice(doc, *template)
@@ -186,7 +189,7 @@ def _load_from_hub(name: str, limit: int | None, folder: Path) -> Task:
 
 
 def _load(manager: TaskManager, spec: str) -> Task:
-    """The task of that name or definition file."""
+    """Load the task of that name or definition file."""
     with _of_the_first_item():
         (task,) = manager.load([spec])["tasks"].values()
     return task
@@ -194,7 +197,7 @@ def _load(manager: TaskManager, spec: str) -> Task:
 
 @contextlib.contextmanager
 def _of_the_first_item() -> Iterator[None]:
-    """Where lm-eval reads the choices of item 0 to know what the definition asks."""
+    """Note on errors that item 0 may be at fault, whose choices lm-eval reads to know what the definition asks."""
     try:
         yield
     except Exception as error:
@@ -203,7 +206,7 @@ def _of_the_first_item() -> Iterator[None]:
 
 
 def _build_requests(task: Task, limit: int | None, templates: Rendering | None = None) -> None:
-    """Renders the requests, and every document's text, target and choices once and for all, inside `templates()`: `process_results`
+    """Render the requests, and every document's text, target and choices once and for all, inside `templates()`: `process_results`
     renders, too, which would cost every trial as much as running a small model."""
     templates = templates or functools.partial(_rendered_by, _COMPILED)
     for name in ("doc_to_text", "doc_to_target", "doc_to_choice"):
@@ -245,8 +248,10 @@ def _rendered_once(render: Callable[..., Any], templates: Rendering) -> Callable
 
 @contextlib.contextmanager
 def _rendered_by(environment: Any) -> Iterator[None]:
-    """Inside, lm-eval renders every template by what has jinja2's `from_string`. Its environment is a global of its module, so that
-    other threads wait for each other here."""
+    """Make lm-eval render every template inside by `environment`, which has jinja2's `from_string`.
+
+    Its own is a global of its module, so that threads wait for each other here.
+    """
     with _LM_EVAL_ENVIRONMENT:
         own, lm_eval.utils.env = lm_eval.utils.env, environment
         try:
@@ -256,7 +261,7 @@ def _rendered_by(environment: Any) -> Iterator[None]:
 
 
 class _Templates:
-    """What lm-eval asks of its jinja2 environment."""
+    """Stands in for lm-eval's jinja2 environment, and renders in a process with a sandbox."""
 
     def __init__(self, process: TemplateProcess) -> None:
         self._process = process
@@ -266,7 +271,7 @@ class _Templates:
 
 
 def _gold(task: Task, doc_id: int, doc: dict[str, Any], by_lm_eval: bool) -> int:
-    """Index of the right choice, or -1 where the task has no single one. Raises UserError where it is no choice."""
+    """Return the index of the right choice, or -1 where the task has no single one. Raises UserError where it is no choice."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return -1
     gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
@@ -275,8 +280,10 @@ def _gold(task: Task, doc_id: int, doc: dict[str, Any], by_lm_eval: bool) -> int
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars and without warnings about defaults of lm-eval's own definitions and about requests longer
-    than the tokenizer's limit (they are cut here); errors still raise."""
+    """Silence progress bars, and warnings about defaults of lm-eval's own definitions and about long requests.
+
+    Requests longer than the tokenizer's limit are cut here. Errors still raise.
+    """
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers.tokenization_utils_base")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -24,7 +24,7 @@ from tune_prune.models.runner.layer_runner import LayerRunner
 
 @dataclass(frozen=True)
 class Batch:
-    """What a forward pass needs."""
+    """Holds what a forward pass needs."""
 
     tokens: Tensor  # [R, T]
     positions: Tensor  # [P] where logits are wanted, counted over all rows
@@ -50,7 +50,7 @@ def whole_model(model: PreTrainedModel, head_in_parts: bool) -> Pass:
 
 
 def layer_by_layer(runner: LayerRunner, head_in_parts: bool) -> Pass:
-    """The same by layers."""
+    """Return the pass that runs the model a layer at a time."""
 
     def run(block: Sequence[Batch]) -> Iterator[tuple[Tensor, Head | None]]:
         batches = dict(enumerate(block))

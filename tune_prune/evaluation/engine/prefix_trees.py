@@ -159,7 +159,7 @@ def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def _merge(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
-    """The tree of plain rows in alphabetical order; each has its first `shared` tokens in common with the one before."""
+    """Merge plain rows in alphabetical order into a tree; each has its first `shared` tokens in common with the one before."""
     size = sum(len(row.tokens) - common for row, common in zip(rows, shared, strict=True))
     ends = np.full(size, size)
     path = np.zeros(0, dtype=np.int64)  # where the tokens of the current input stand in the tree
@@ -213,8 +213,9 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """How many tokens back each type of layer sees, itself included; None: all of them. Raises ValueError for types of
-    layers that are neither full nor sliding attention.
+    """Return how many tokens back each type of layer sees, itself included; None: all of them.
+
+    Raises ValueError for types of layers that are neither full nor sliding attention.
 
     As transformers reads the fields: Llama has no window, Mistral one for all layers, Qwen one for some.
     """

@@ -62,8 +62,9 @@ class Row:
     def extra_inputs(
         cls, model: PreTrainedModel, rows: Sequence[Row], width: int, device: torch.device
     ) -> dict[str, Any]:
-        """What the forward pass of `rows` of this kind, padded to `width` tokens, needs besides their tokens. Plain rows need no
-        mask: padding stands right of every real token, where causal attention never looks."""
+        """Return what the forward pass of `rows` of this kind, padded to `width` tokens, needs besides their tokens.
+
+        Plain rows need no mask: padding stands right of every real token, where causal attention never looks."""
         return {}
 
     @classmethod
@@ -81,11 +82,11 @@ class RequestScores:
 
     @classmethod
     def blank(cls, count: int) -> RequestScores:
-        """To be filled in."""
+        """Return scores of `count` requests, to be filled in."""
         return cls(np.full(count, np.nan), np.zeros(count, dtype=bool))
 
     def stored(self, arrays: Mapping[str, np.ndarray]) -> RequestScores:
-        """Those that were stored for these requests, their fields as arrays. Raises KeyError or ValueError where they are not."""
+        """Return the scores that were stored for these requests, as arrays. Raises KeyError or ValueError where they are not."""
         found = RequestScores(arrays["loglikelihoods"], arrays["greedy"])
         if any(
             vars(found)[name].shape != own.shape or vars(found)[name].dtype != own.dtype
@@ -182,7 +183,7 @@ def score_rows(
 
 
 def _block(rows: Sequence[Row], start: int, budget: int, most_scored: int, block_tokens: int) -> list[Sequence[Row]]:
-    """The batches from `start` on that are scored together: one, or as many as have `block_tokens`."""
+    """Return the batches from `start` on that are scored together: one, or as many as have `block_tokens`."""
     block: list[Sequence[Row]] = []
     tokens = 0
     while start < len(rows):
@@ -196,12 +197,12 @@ def _block(rows: Sequence[Row], start: int, budget: int, most_scored: int, block
 
 
 def _padded(batch: Sequence[Row]) -> int:
-    """Tokens with padding."""
+    """Return the number of tokens with padding."""
     return len(batch) * len(batch[0].tokens)
 
 
 def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -> int:
-    """Where the batch ends that begins at `start`: it has one row, or as many as both limits allow."""
+    """Return where the batch ends that begins at `start`: it has one row, or as many as both limits allow."""
     most_rows = budget // max(1, len(rows[start].tokens))
     scored = len(rows[start].scored)
     end = start + 1
@@ -231,7 +232,7 @@ def _score_block(
 
 
 def _prepared(model: PreTrainedModel, device: torch.device, rows: Sequence[Row]) -> tuple[Batch, Tensor]:
-    """The batch of `rows`, and which of its positions predicts each target."""
+    """Return the batch of `rows`, and which of its positions predicts each target."""
     kind = type(rows[0])
     width = len(rows[0].tokens)
     if kind.masked and device.type == "cuda":

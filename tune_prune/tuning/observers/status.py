@@ -7,37 +7,21 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.store import STATUS, Store
-from tune_prune.tuning.messages import Message, TrialMessage
-from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.work import PrepareJob, Work
+from tune_prune.tuning.observers.observer import Event, Reader
+from tune_prune.tuning.work import Work
 from tune_prune.tuning.worker import WorkerSettings
 
 BEAT_S = 10.0  # between two writings, also while a stage takes an hour
 SCHEMA_VERSION = 1
 
 
-@dataclass
-class _Running:
-    work: Work
-    since: str
-    stage: str = ""  # the last that is done
-    host: str = ""  # known from its first message on
-
-    def plain(self) -> dict[str, Any]:
-        work, what = self.work, {"key": None, "config": str(self.work)}
-        if not isinstance(work, PrepareJob):
-            what = {"key": work.key, "config": work.config.name}
-        return {"model": self.work.run.label, **what, "since": self.since, "after_stage": self.stage, "host": self.host}
-
-
-class StatusObserver(Observer):
+class StatusObserver(Reader):
     """Writes the file from a thread of its own, whole or not at all; entered before the first piece of work, left after the last.
 
     `total` counts trials, of which `done` were finished before this start; `seconds_left` tells how long the rest takes. A
@@ -71,14 +55,11 @@ class StatusObserver(Observer):
             "slots": slots,
         }
         self._done, self._failed = done, 0
-        self._running: dict[Work, _Running] = {}
+        self._running: dict[Work, dict[str, Any]] = {}
         self._said: Mapping[str, Any] = {}  # replaced as a whole, by the search's thread only
         self._thread: threading.Thread | None = None
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        return {}  # Ray pickles what it calls, and uses no copy; a thread that runs has none
 
     def __enter__(self) -> StatusObserver:
         self._say("running")
@@ -96,20 +77,25 @@ class StatusObserver(Observer):
             self._end("stopped")
             self._try_to_write()  # an error here must not stand before what ends the search
 
-    def on_start(self, work: Work) -> None:
-        self._running[work] = _Running(work, now())
+    def read(self, event: Event) -> None:
+        fields = event.fields
+        if event.name.endswith("_start"):
+            what = {"key": fields.get("key"), "config": fields.get("name") or fields["job"]}
+            self._running[event.work] = {
+                "model": fields["model"],
+                **what,
+                "since": now(),
+                "after_stage": "",
+                "host": "",
+            }
+        elif event.name == "stage" and event.work in self._running:
+            self._running[event.work] |= {"after_stage": fields["stage"], "host": fields["host"]}
+        elif event.name.endswith("_end"):
+            self._running.pop(event.work, None)
+            if event.name == "trial_end":
+                self._done += 1
+                self._failed += fields["status"] == "failed"
         self._say("running")
-
-    def on_message(self, work: Work, message: Message) -> None:
-        if isinstance(message, TrialMessage) and work in self._running and message.stage is not None:
-            self._running[work].stage, self._running[work].host = message.stage.stage, message.progress.host
-        self._say("running")
-
-    def on_end(self, work: Work, last: Message | None) -> None:
-        self._over(work, isinstance(last, TrialMessage) and last.status == "failed")
-
-    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
-        self._over(work, True)
 
     def on_tick(self, running: int) -> None:
         if self._error is not None:
@@ -124,20 +110,13 @@ class StatusObserver(Observer):
         self._running.clear()
         self._say(state)
 
-    def _over(self, work: Work, failed: bool) -> None:
-        self._running.pop(work, None)
-        if not isinstance(work, PrepareJob):
-            self._done += 1
-            self._failed += failed
-        self._say("running")
-
     def _say(self, state: str) -> None:
         left = self._seconds_left() if state == "running" else None
         self._said = {
             "state": state,
             "done": self._done,
             "failed": self._failed,
-            "running": [piece.plain() for piece in self._running.values()],
+            "running": [dict(piece) for piece in self._running.values()],
             "eta_seconds": left,
             "eta_at": now(),
         }

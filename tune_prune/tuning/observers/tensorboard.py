@@ -10,21 +10,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto import event_pb2
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import hparams, scalar
 
 from tune_prune.core import temporary
-from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import Location, open_store
-from tune_prune.trial.trial import TrialProgress
-from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
-from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
+from tune_prune.tuning.observers.observer import Event, Reader
+from tune_prune.tuning.work import TrialSpec
 
 
-class TensorBoardObserver(Observer):
+class TensorBoardObserver(Reader):
     """Event files at <folder>/<label>/<config>-<key>/, written while the trials run. The label, by trial key, is that of the group
     in which the trial is compared: it tells pruning ratios apart.
 
@@ -45,25 +42,28 @@ class TensorBoardObserver(Observer):
         self._labels = labels
         self._files: dict[str, _EventFile] = {}
 
-    def on_message(self, work: Work, message: Message) -> None:
-        if isinstance(work, PrepareJob) or isinstance(message, JobMessage) or message.stage is None:
+    def read(self, event: Event) -> None:
+        if not isinstance(work := event.work, TrialSpec):
             return
-        report = message.stage
-        if message.index == 0:
+        if event.name == "trial_start":
             self._close(work)  # of an attempt that died
-        file, step = self._file(work), report.items_scored or message.index
-        file.add(scalar(f"duration_s/{report.stage}", report.duration_s), step)
-        for name, value in _curves(report.metrics).items():
-            file.add(scalar(_tag(name), value), step)
-        file.flush()
+            return
+        fields, file = event.fields, self._file(work)
+        if event.name == "stage":
+            step = fields["items_scored"] or fields["index"]
+            file.add(scalar(f"duration_s/{fields['stage']}", fields["duration_s"]), step)
+            for name, value in _curves(fields["metrics"]).items():
+                file.add(scalar(_tag(name), value), step)
+            file.flush()
+        else:
+            row = {"status": fields["status"], "failure": fields["failure"] or "none", **work.config.values(work.run)}
+            values = _curves(fields["metrics"])
+            first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
+            rest = [name for name in values if name not in first and not name.startswith("grad_")]
+            for summary in hparams(row, {_tag(name): values[name] for name in (*first, *rest)}):
+                file.add(summary)
+            self._close(work)
         self._put(work)
-
-    def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
-            self._finish(work, last.progress, last.record)
-
-    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
-        self.on_end(work, last)
 
     def on_finish(self) -> None:
         first: Exception | None = None
@@ -77,19 +77,6 @@ class TensorBoardObserver(Observer):
             temporary.remove(self._temporary)
         if first is not None:
             raise first
-
-    def _finish(self, spec: TrialSpec, progress: TrialProgress, record: TrialRecord) -> None:
-        row = {"status": record.status, "failure": record.failure or "none"}
-        row |= spec.config.values(spec.run)
-        values = _curves(progress.metrics)
-        first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
-        rest = [name for name in values if name not in first and not name.startswith("grad_")]
-        metrics = {_tag(name): values[name] for name in (*first, *rest)}
-        file = self._file(spec)
-        for summary in hparams(row, metrics):
-            file.add(summary)
-        self._close(spec)
-        self._put(spec)
 
     def _file(self, spec: TrialSpec) -> _EventFile:
         if spec.key not in self._files:
@@ -123,12 +110,12 @@ class _EventFile:
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
         self._file = (folder / name).open("wb")
         self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, summary: Summary, step: int | None = None) -> None:
-        self._write(Event(wall_time=time.time(), summary=summary, step=step))
+        self._write(event_pb2.Event(wall_time=time.time(), summary=summary, step=step))
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: event_pb2.Event) -> None:
         self._records.write(event.SerializeToString())
 
     def flush(self) -> None:
@@ -139,7 +126,7 @@ class _EventFile:
 
 
 def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics worth a curve: finite ones, without standard errors and constants."""
+    """Return the metrics worth a curve: finite ones, without standard errors and constants."""
     return {
         name: float(value)
         for name, value in metrics.items()
@@ -148,7 +135,10 @@ def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _tag(name: str) -> str:
-    """The metric's name in TensorBoard, which makes a section of what stands before the slash; accuracies come first."""
+    """Return the metric's name in TensorBoard, e.g. "accuracy/acc_piqa".
+
+    TensorBoard makes a section of what stands before the slash; accuracies come first.
+    """
     sections = {
         "acc_": "accuracy",
         "gold_logprob_": "gold_logprob",

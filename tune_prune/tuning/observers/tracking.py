@@ -6,27 +6,24 @@ no trial waits for it, and none fails by it. Its first failure is a warning, lat
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
+import os
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any, Protocol
+from datetime import datetime
+from typing import Any, Literal
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.records import TrialRecord
 from tune_prune.core.terminal import say
-from tune_prune.trial.trial import TrialProgress
-from tune_prune.tuning.messages import Message, TrialMessage
-from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.work import TrialSpec, Work
+from tune_prune.tuning.observers.observer import Event, Observer, Reader
+from tune_prune.tuning.work import TrialSpec
 
-TRACKERS = {"mlflow": "mlflow_runs", "wandb": "wandb_runs"}  # flag, package and extra -> module beside this one
 WAIT_S = 60.0  # at the end of a search, for what a tracker has not written yet
+_LONGEST_TAG = 5000  # characters, by MLflow's rules
 
 
 @dataclass(frozen=True)
@@ -44,16 +41,11 @@ class TrackedTrial:
     ended: datetime
 
 
-class Tracker(Protocol):
-    def log(self, trial: TrackedTrial) -> None:
-        """Write one run, whole."""
-
-    def close(self) -> None:
-        """Nothing more comes."""
+Log = Callable[[TrackedTrial], None]  # writes one run, whole
 
 
 def trackers(names: Sequence[str], experiment: str) -> list[Observer]:
-    """An observer for each name. UserError where its package is not installed."""
+    """Return an observer for each name. Raises UserError where its package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(
@@ -62,47 +54,114 @@ def trackers(names: Sequence[str], experiment: str) -> list[Observer]:
     return [TrackingObserver(name, experiment) for name in dict.fromkeys(names)]
 
 
+def open_mlflow(experiment: str) -> Log:
+    """Write runs to the store that MLFLOW_TRACKING_URI names, else to MLflow's own default below this folder."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    client = MlflowClient()
+    known = client.get_experiment_by_name(experiment)
+    experiment_id = known.experiment_id if known is not None else client.create_experiment(experiment)
+    statuses = {"complete": "FINISHED", "failed": "FAILED", "stopped_early": "KILLED"}
+
+    def log(trial: TrackedTrial) -> None:
+        started, ended = (round(time.timestamp() * 1000) for time in (trial.started, trial.ended))
+        tags = {f"tune_prune.{name}": value[:_LONGEST_TAG] for name, value in trial.tags.items()}
+        run_id = client.create_run(
+            experiment_id, started, tags | {"tune_prune.model": trial.model}, trial.name
+        ).info.run_id
+        last = max((step for _, _, step in trial.curves), default=0)
+        points = [*trial.curves, *((name, value, last) for name, value in trial.metrics.items())]
+        metrics = [Metric(name, value, ended, step) for name, value, step in dict.fromkeys(points)]
+        client.log_batch(run_id, metrics, [Param(name, str(value)) for name, value in trial.params.items()])
+        client.set_terminated(run_id, statuses[trial.status], ended)
+
+    return log
+
+
+def open_wandb(experiment: str) -> Log:
+    """Write runs below this folder, offline (`wandb sync` sends them), unless WANDB_MODE or WANDB_API_KEY says otherwise."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    # Nothing is sent that nobody has asked for.
+    mode: Literal["offline"] | None = None if {"WANDB_MODE", "WANDB_API_KEY"} & os.environ.keys() else "offline"
+
+    def log(trial: TrackedTrial) -> None:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", experiment),
+            name=trial.name,
+            group=trial.model,
+            config={**trial.params, "model": trial.model},
+            tags=[trial.status],
+            notes=trial.tags.get("reason"),
+            mode=mode,
+            reinit="create_new",
+        )
+        steps: dict[int, dict[str, float]] = {}
+        for name, value, step in trial.curves:
+            steps.setdefault(step, {})[name] = value
+        for step, values in sorted(steps.items()):
+            run.log(values, step=step)
+        run.summary.update({**trial.metrics, **trial.tags})
+        run.finish(exit_code=int(trial.status == "failed"))
+
+    return log
+
+
+TRACKERS: dict[str, Callable[[str], Log]] = {"mlflow": open_mlflow, "wandb": open_wandb}  # flag, package and extra
+
+
 @dataclass
-class _Seen:
+class _Running:
     started: datetime
     curves: list[tuple[str, float, int]] = field(default_factory=list)
 
 
-class TrackingObserver(Observer):
-    """The runs of `experiment` in one tracker."""
+class TrackingObserver(Reader):
+    """Hands every trial of a search to one tracker, as a run of `experiment`."""
 
     def __init__(self, name: str, experiment: str) -> None:
         self._name, self._experiment = name, experiment
-        self._seen: dict[str, _Seen] = {}  # by trial key
+        self._running: dict[str, _Running] = {}  # by trial key
         self._trials: queue.SimpleQueue[TrackedTrial | None] | None = None
         self._thread: threading.Thread | None = None
         self._failures = 0
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        return {}  # Ray pickles what it calls, and uses no copy
 
     def on_begin(self) -> None:
         self._trials = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, args=(self._trials,), name=self._name, daemon=True)
         self._thread.start()
 
-    def on_start(self, work: Work) -> None:
-        if isinstance(work, TrialSpec):
-            self._seen[work.key] = _Seen(datetime.now(UTC))
-
-    def on_message(self, work: Work, message: Message) -> None:
-        if isinstance(work, TrialSpec) and isinstance(message, TrialMessage) and message.stage is not None:
-            report = message.stage
-            step = report.items_scored or message.index
-            points = {f"duration_s_{report.stage}": report.duration_s} | report.metrics
-            self._seen[work.key].curves += [(name, value, step) for name, value in _finite(points).items()]
-
-    def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
-            self._hand_over(work, last.progress, last.record)
-
-    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
-        self.on_end(work, last)
+    def read(self, event: Event) -> None:
+        if not isinstance(spec := event.work, TrialSpec):
+            return
+        fields = event.fields
+        if event.name == "trial_start":
+            self._running[spec.key] = _Running(event.time)
+        elif event.name == "stage":
+            step = fields["items_scored"] or fields["index"]
+            points = {f"duration_s_{fields['stage']}": fields["duration_s"]} | fields["metrics"]
+            self._running[spec.key].curves += [(name, value, step) for name, value in _finite(points).items()]
+        else:
+            assert self._trials is not None
+            running = self._running.pop(spec.key)
+            tags = {name: fields[name] for name in ("key", "status", "host", "device", "reason", "failure")}
+            self._trials.put(
+                TrackedTrial(
+                    name=f"{spec.config.name}-{spec.key[:6]}",
+                    model=spec.run.label,
+                    params=spec.config.values(spec.run),
+                    tags={name: value for name, value in tags.items() if value},
+                    curves=running.curves,
+                    metrics=_finite(fields["metrics"]),
+                    status=fields["status"],
+                    started=running.started,
+                    ended=event.time,
+                )
+            )
 
     def on_finish(self) -> None:
         if self._trials is None or self._thread is None:
@@ -114,40 +173,17 @@ class TrackingObserver(Observer):
         elif self._failures > 1:
             self._warn(f"{self._failures} runs could not be written")
 
-    def _hand_over(self, spec: TrialSpec, progress: TrialProgress, record: TrialRecord) -> None:
-        assert self._trials is not None
-        seen = self._seen.pop(spec.key)
-        tags = {"key": spec.key, "status": record.status, "host": progress.host, "device": progress.device_name}
-        tags |= {"reason": record.reason, "failure": record.failure}
-        self._trials.put(
-            TrackedTrial(
-                name=f"{spec.config.name}-{spec.key[:6]}",
-                model=spec.run.label,
-                params=spec.config.values(spec.run),
-                tags={name: value for name, value in tags.items() if value},
-                curves=seen.curves,
-                metrics=_finite(progress.metrics),
-                status=record.status,
-                started=seen.started,
-                ended=datetime.now(UTC),
-            )
-        )
-
     def _write(self, trials: queue.SimpleQueue[TrackedTrial | None]) -> None:
-        """The thread's."""
-        tracker: Tracker | None = None
+        """Write what comes, in the thread, until None comes."""
+        log: Log | None = None
         while (trial := trials.get()) is not None:
             try:
-                if tracker is None:
-                    module = importlib.import_module(f"{__package__}.{TRACKERS[self._name]}")
-                    tracker = module.open_tracker(self._experiment)
-                tracker.log(trial)
+                log = log or TRACKERS[self._name](self._experiment)
+                log(trial)
             except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a tracker raises must not end a search
                 self._failures += 1
                 if self._failures == 1:
                     self._warn(f"{type(error).__name__}: {' '.join(str(error).split())}; the search goes on")
-        if tracker is not None:
-            tracker.close()
 
     def _warn(self, what: str) -> None:
         say(f"warning: --track {self._name}: {what}", sys.stderr)
