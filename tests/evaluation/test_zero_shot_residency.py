@@ -22,12 +22,8 @@ from tune_prune.evaluation.engine.prefix_trees import (
 )
 from tune_prune.evaluation.engine.rows import RequestScores
 from tune_prune.models.families import FAMILIES, decoder_layers
-from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.hidden_states import KeptStates
 from tune_prune.models.runner.out_of_memory import OutOfMemory
-from tune_prune.models.runner.residency import Residency
-from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.surgery import prune
 
 LONGEST = 256  # tokens of `long_items`, some of which are trees of several blocks of attention
 
@@ -62,17 +58,6 @@ def test_hidden_states_in_a_file_and_the_head_in_parts(tiny, case, attention, mo
     expected = score_items(model, items())
     empty, residency = in_way(model, "spilled")
     assert_same_bits(score_items(empty, items(), residency=residency), expected)
-
-
-@pytest.mark.parametrize("groups", [(0, 2), ()], ids=["fewer heads", "no attention"])
-@pytest.mark.parametrize("channels", [(1, 5, 7), ()], ids=["fewer channels", "no MLP"])
-def test_pruned_last_layers(tiny, groups, channels):
-    dense = tiny("qwen2", torch.float32, max_position_embeddings=LONGEST)
-    whole = PruningPlan.keep_all(read_geometry(dense, FAMILIES["qwen2"]))
-    kept = (*whole.kept_groups[:-1], groups), (*whole.kept_channels[:-1], channels)
-    model = prune(dense, FAMILIES["qwen2"], PruningPlan(*kept, 0, 0, whole.total_params))
-    residency = Residency(dict(model.state_dict()), model.device)
-    assert_same_bits(score_items(model, items(), residency=residency), score_items(model, items()))
 
 
 def test_every_layer_is_read_once_per_block_and_nothing_stays(tiny):

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from embedded_world import corpus, items, world
+from embedded_world import corpus, items
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tune_prune import embedded
@@ -70,17 +70,6 @@ def test_stored_items_are_what_the_generator_makes(task):
     assert rows == items.evaluation_items(task, len(rows))
 
 
-def test_yes_and_no_are_balanced_in_the_corpus():
-    corpus_answers = Counter()
-    documents = corpus.documents(seed=99)
-    for _ in range(20_000):
-        document = next(documents)
-        if document.endswith(("answer: yes", "answer: no")):
-            corpus_answers[document.rsplit(" ", 1)[1]] += 1
-    assert sum(corpus_answers.values()) > 1000
-    assert abs(corpus_answers["yes"] - corpus_answers["no"]) < 4 * sum(corpus_answers.values()) ** 0.5
-
-
 @pytest.fixture(scope="module")
 def seen_text() -> str:
     """The stored texts and the beginning of the training text."""
@@ -97,15 +86,8 @@ def test_no_item_with_its_answer_occurs_in_the_corpus(task, seen_text):
         assert words(items.solved(task, row)) not in seen_text
 
 
-def test_corpus_is_the_same_for_the_same_seed_and_differs_otherwise():
-    same, again, other = (
-        [document for document, _ in zip(corpus.documents(seed), range(50), strict=False)] for seed in (7, 7, 8)
-    )
-    assert same == again and same != other
-    assert embedded.calibration_text().startswith(next(corpus.documents(corpus.SEEDS["calibration"])) + "\n")
-
-
 def test_perplexity_text_is_not_calibration_text():
+    assert embedded.calibration_text().startswith(next(corpus.documents(corpus.SEEDS["calibration"])) + "\n")
     # Stories are long enough not to repeat by chance; short solved items may.
     stories = {line for line in embedded.perplexity_text().splitlines() if len(line.split()) > 40}
     assert len(stories) > 50 and not stories & set(embedded.calibration_text().splitlines())
@@ -127,19 +109,6 @@ def test_context_and_continuation_split_between_tokens(task, tokenizer):
         for context, continuation in items.requests(task, row):
             assert ids(context + continuation) == ids(context) + ids(continuation)
             assert tokenizer.unk_token_id not in ids(context + continuation)
-
-
-def test_world_is_consistent():
-    assert (
-        len(world.OBJECTS)
-        == len(set(world.OBJECTS))
-        == sum(len(things) for things in world.OBJECTS_BY_MATERIAL.values())
-    )
-    assert all((event, material) in world.EFFECT for event in world.EVENTS for material in world.MATERIALS)
-    assert all((verb, material) in world.TOOL for verb in world.VERBS for material in world.MATERIALS)
-    assert all(world.past(effect) for effect in world.EFFECT.values())
-    activities_of = Counter(step for script in world.SCRIPTS.values() for step in script)
-    assert all(activities_of[step] >= 2 for step in world.STEPS)
 
 
 def test_unknown_model_is_a_user_error():

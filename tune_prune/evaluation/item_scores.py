@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import pyarrow
-import pyarrow.parquet
+from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.measures import chance
+
+if TYPE_CHECKING:
+    import pyarrow  # not above: a machine that only measures speed, as scripts/bench_gpu.py, may lack it
 
 
 @dataclass(frozen=True)
@@ -111,23 +112,23 @@ def gold_logprobs_by_task(items: Iterable[ItemScore]) -> dict[str, tuple[float, 
     return {task: tuple(values) for task, values in golds.items()}
 
 
-_SCHEMA = pyarrow.schema(
-    [
-        ("task", pyarrow.string()),
-        ("doc_id", pyarrow.int32()),
-        ("slice", pyarrow.int8()),
-        ("acc", pyarrow.float32()),
-        ("acc_norm", pyarrow.float32()),
-        ("score", pyarrow.float32()),
-        ("gold", pyarrow.int32()),
-        ("loglikelihoods", pyarrow.list_(pyarrow.float64())),
-    ]
-)
-
-
 def items_table(items: Iterable[ItemScore]) -> pyarrow.Table:
     """Return a table with one row per item: the fields of ItemScore and `score`."""
-    return pyarrow.Table.from_pylist([vars(item) | {"score": item.score} for item in items], schema=_SCHEMA)
+    import pyarrow
+
+    schema = pyarrow.schema(
+        [
+            ("task", pyarrow.string()),
+            ("doc_id", pyarrow.int32()),
+            ("slice", pyarrow.int8()),
+            ("acc", pyarrow.float32()),
+            ("acc_norm", pyarrow.float32()),
+            ("score", pyarrow.float32()),
+            ("gold", pyarrow.int32()),
+            ("loglikelihoods", pyarrow.list_(pyarrow.float64())),
+        ]
+    )
+    return pyarrow.Table.from_pylist([vars(item) | {"score": item.score} for item in items], schema=schema)
 
 
 def accuracies(content: bytes) -> dict[str, float]:
@@ -135,6 +136,8 @@ def accuracies(content: bytes) -> dict[str, float]:
 
     Raises pyarrow.ArrowException or KeyError for anything else.
     """
+    import pyarrow.parquet
+
     rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=["task", "score"]).to_pydict()
     scores: dict[str, list[float]] = {}
     for task, score in zip(rows["task"], rows["score"], strict=True):
@@ -145,6 +148,8 @@ def accuracies(content: bytes) -> dict[str, float]:
 
 def to_parquet(items: Iterable[ItemScore]) -> bytes:
     """Return the content of a Parquet file of `items_table`."""
+    import pyarrow.parquet
+
     content = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(items_table(items), content)
     return content.getvalue().to_pybytes()
