@@ -2,7 +2,6 @@
 
     python scripts/simulate_draws.py                        # everything, about an hour of one core
     python scripts/simulate_draws.py --repeats 50 --output draws.json
-    python scripts/simulate_draws.py --only bound           # seconds
 
 Item i of a task is answered by draw d of configuration c if sqrt(.5) z_i + sqrt(.2) z_ci + sqrt(.3) z_cdi < q_c + s_cd, all z
 standard normal: items are hard for all configurations alike, and items and draws interact. The draw effect s_cd is normal,
@@ -12,8 +11,6 @@ them.
 
 coverage    of 95% intervals around a mean and around a difference, and of the confidence set, which must hold the truly best of
             equal configurations; `freedom` are the degrees of freedom of the variance between draws
-bound       the most that an interval around a mean of one draw must cover at some ratio, whatever its rule, if it covers 93% at
-            each: a linear program over all widths, none below that of the items, for each mean square between draws; normal errors
 adaptive    `--draws N` of a grid with the accuracies of a published one: how often its winner is that of all configurations
             on N draws, what it has lost otherwise, and its share of the trials; by accuracy, and (`--draws-by gold_logprob`) by
             a number in place of right or wrong: how far the item is below what the configuration can do
@@ -26,10 +23,8 @@ import itertools
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_matrix, eye, hstack, kron
 from scipy.special import ndtr, ndtri
-from scipy.stats import chi2, norm
+from scipy.stats import norm
 
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare
 from tune_prune.analysis.statistics.draws import DrawVariance, interaction, next_draws, pooled
@@ -37,21 +32,13 @@ from tune_prune.commands.flags import output_file
 from tune_prune.core.errors import whole_number
 from tune_prune.core.files import atomic_write_text, to_json
 
-SHARED, OWN = (
-    0.5,
-    0.2,
-)  # parts of the latent variance: of an item, and of an item for a configuration; the rest is of the draw
+# Parts of the latent variance: of an item, and of an item for a configuration; the rest is of the draw.
+SHARED, OWN = 0.5, 0.2
 LEVEL = 0.6  # accuracy of equal configurations
 TASKS, ITEMS = 2, 200  # of the coverage
-INTERACTION = 0.5  # of items and draws, of one draw, in the variance of an accuracy over the items
 CONFIGURATIONS = 12
 RATIOS = (0.0, 0.5, 1.0, 2.0)  # standard deviation of draws over the standard error of one accuracy over the items
-WHO = {
-    "all": CONFIGURATIONS,
-    "four of 12": 4,
-    "two of 12": 2,
-    "one of 12": 1,
-}  # which configurations have several draws
+WHO = {"all": CONFIGURATIONS, "four of 12": 4, "two of 12": 2, "one of 12": 1}  # have several draws
 # Accuracies of the 45 published runs of Llama-3-8B at 20%, best first: a grid with a few close leaders and a long tail
 GRID = np.array(
     [.598, .597, .597, .596, .596, .595, .592, .590, .589, .588, .587, .586, .583, .581, .580, .577, .575, .572, .570, .568, .565,
@@ -70,8 +57,11 @@ def simulated(
     together: float = 0.0,
     by: str = "accuracy",
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Scores [draws, items, configurations] of each task, and the accuracy that each configuration has in truth. `sd`: of a draw's
-    accuracy; `together`: the part of its variance that all configurations share; `by`: accuracy or gold_logprob."""
+    """Simulate scores [draws, items, configurations] of each task, and the accuracy that each configuration has in truth.
+
+    `sd` is that of a draw's accuracy, `together` the part of its variance that all configurations share, `by` accuracy or
+    gold_logprob.
+    """
     count = len(accuracies)
     quantiles = ndtri(accuracies)
     width = sd / norm.pdf(quantiles)
@@ -91,7 +81,7 @@ def simulated(
 def compared(
     scores: list[np.ndarray], counts: np.ndarray, generator: np.random.Generator, resamples: int
 ) -> tuple[np.ndarray, Comparison, DrawVariance | None]:
-    """The accuracies over the first `counts` draws of each configuration, and what `compare` says of them."""
+    """Return the accuracies over the first `counts` draws of each configuration, and what `compare` says of them."""
     draws = len(scores[0])
     used = (np.arange(draws)[:, None] < counts)[:, None, :]
     means = {str(task): (own * used).sum(axis=0) / counts for task, own in enumerate(scores)}
@@ -116,7 +106,7 @@ def coverage(
     generator: np.random.Generator,
     resamples: int = 1000,
 ) -> dict[str, Any]:
-    """How often 95% intervals hold the truth, and the set a given one of equal configurations, in one setting."""
+    """Count how often 95% intervals hold the truth, and the set a given one of equal configurations, in one setting."""
     counts = np.where(np.arange(CONFIGURATIONS) < WHO[who], draws, 1)
     sd = ratio * np.sqrt(LEVEL * (1 - LEVEL) / TASKS / ITEMS)
     # of one with several draws (where there is one) and the last; of the first two, and of the first and the last
@@ -138,7 +128,7 @@ def coverage(
 def adaptive(
     items: int, draws: int, sd: float, repeats: int, generator: np.random.Generator, by: str = "accuracy"
 ) -> dict[str, Any]:
-    """Draws for those that are tied, against all draws for all: seven tasks of so many items, draws of standard deviation `sd`."""
+    """Compare draws for those that are tied with all draws for all: seven tasks of `items` items, draws of deviation `sd`."""
     same, lost, share, sizes = [], [], [], []
     for _ in range(repeats):
         scores, truth = simulated(generator, generator.permutation(GRID), draws, sd, items, 7, 0.0, by)
@@ -160,27 +150,6 @@ def adaptive(
     return about | {name: float(value) for name, value in found.items()}
 
 
-def bound(freedom: int, least: float = 0.93) -> dict[str, Any]:
-    """Widths are in standard errors over the items, whose half is the interaction of these simulations (INTERACTION)."""
-    edges = np.concatenate([[0], np.exp(np.linspace(np.log(1e-4), np.log(400), 120)), [np.inf]])
-    widths = np.exp(np.linspace(np.log(norm.ppf(0.975)), np.log(12), 120))
-    cells, upper, limits = len(edges) - 1, [], []
-    for ratio in (0, 0.25, 0.5, 0.75, 1, 1.5, 2):
-        chances = np.diff(chi2.cdf(edges * freedom / (ratio**2 + INTERACTION), freedom))
-        covered = np.outer(chances, 2 * norm.cdf(widths / np.sqrt(1 + ratio**2)) - 1).ravel()
-        upper += [
-            np.append(covered, -1),
-            np.append(-covered, 0),
-        ]  # no more than the last variable, no less than `least`
-        limits += [0, -least]
-    one_width = hstack([kron(eye(cells), np.ones((1, len(widths)))), csr_matrix((cells, 1))])
-    costs = np.append(np.zeros(cells * len(widths)), 1)
-    found = linprog(costs, np.array(upper), limits, one_width, np.ones(cells), method="highs")
-    if not found.success:
-        raise RuntimeError(f"the linear program of {freedom} degrees of freedom has no solution: {found.message}")
-    return {"freedom": freedom, "least": least, "most": float(found.fun)}
-
-
 def shown(title: str, rows: list[dict[str, Any]]) -> None:
     columns = list(rows[0])
     cells = [columns] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
@@ -195,27 +164,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--repeats", type=whole_number(1, 10**9), default=1000, help="studies of each setting (default: 1000)"
     )
-    parser.add_argument("--only", choices=("coverage", "bound", "adaptive"), help="one part (default: all)")
+    parser.add_argument("--only", choices=("coverage", "adaptive"), help="one part (default: all)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args(argv)
     generator = np.random.default_rng(0)
-    found: dict[str, list[dict[str, Any]]] = {}
-    if args.only in (None, "bound"):
-        found["bound"] = [bound(freedom) for freedom in (1, 2, 4, 8)]
-        shown("what a 95% interval must cover at some ratio if it covers `least` at all", found["bound"])
+    rows: dict[str, list[dict[str, Any]]] = {}
     if args.only in (None, "coverage"):
         settings = [(*setting, 0.0) for setting in itertools.product(WHO, (2, 3, 5), RATIOS)]
         settings += [("all", draws, ratio, 0.5) for draws, ratio in itertools.product((3,), RATIOS[1:])]
-        found["coverage"] = [coverage(*setting, args.repeats, generator) for setting in settings]
-        shown("coverage of 95% intervals, and of the confidence set", found["coverage"])
+        rows["coverage"] = [coverage(*setting, args.repeats, generator) for setting in settings]
+        shown("coverage of 95% intervals, and of the confidence set", rows["coverage"])
     if args.only in (None, "adaptive"):
         grids = [(*grid, "accuracy") for grid in itertools.product((100, 300), (3, 5), (0.003, 0.007, 0.015))]
         grids += [(100, 3, sd, "gold_logprob") for sd in (0.003, 0.007, 0.015)]
         repeats = max(1, args.repeats // 2)
-        found["adaptive"] = [adaptive(items, draws, sd, repeats, generator, by) for items, draws, sd, by in grids]
-        shown("draws for those that are tied, against all draws for all", found["adaptive"])
+        rows["adaptive"] = [adaptive(items, draws, sd, repeats, generator, by) for items, draws, sd, by in grids]
+        shown("draws for those that are tied, against all draws for all", rows["adaptive"])
     if args.output is not None:
-        atomic_write_text(args.output, to_json(found))
+        atomic_write_text(args.output, to_json(rows))
 
 
 if __name__ == "__main__":
