@@ -213,7 +213,7 @@ def test_what_is_done_is_counted_among_what_is_planned(experiment: Path) -> None
         ({"running": [{"key": "k"}]}, "running"),
         ({"eta_seconds": ["inf", "inf"]}, "eta_seconds"),
         (b"{", "not valid JSON"),
-        (b"\xff", "UTF-8"),
+        (b"\xff", "utf-8"),
     ],
 )
 def test_a_damaged_status_is_a_line_and_the_rest_counts(experiment: Path, values: Any, field: str) -> None:
