@@ -134,15 +134,11 @@ class Reader(Observer):
             self.on_end(work, last)
 
     def _tell(self, name: str, work: Work, **fields: Any) -> None:
+        about: dict[str, Any] = {"model": work.run.label}
         if isinstance(work, PrepareJob):
-            about = {"model": work.run.label, "job": str(work)}
+            about["job"] = str(work)
         else:
-            about = {
-                "model": work.run.label,
-                "key": work.key,
-                "name": work.config.name,
-                "config": work.config.to_dict(),
-            }
+            about |= {"key": work.key, "name": work.config.name, "config": work.config.to_dict()}
         self.read(Event(name, about | fields, work))
 
 
