@@ -255,7 +255,7 @@ def _shown(cell: object) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return what the numbers were measured on."""
     return {
         "cpus": cpus(),
         "processor": platform.machine(),

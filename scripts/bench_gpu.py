@@ -77,7 +77,7 @@ class Bench:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of the stages that fitted."""
+        """Return the lines of the stages that fitted."""
         return [line for line in self.slot.lines if "seconds" in line]
 
     def stage(self, name: str, tokens: float, flops: float, call: Callable[[], Any], planned: int | None = None) -> Any:
@@ -209,7 +209,7 @@ class Evaluation:
             self.answers.append(found.loglikelihoods)
 
     def other_ways(self) -> None:
-        """Of the dense model: as HFLM, and with other batches, without shared prefixes too."""
+        """Score the dense model as HFLM does, and with other batches, without shared prefixes too."""
         bench, plain = self.bench, count_tokens(self.items, False)
         layers = bench.geometry.prunable_params
         as_hflm = bench.stage(

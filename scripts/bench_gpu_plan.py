@@ -140,7 +140,7 @@ class Bench:
         return measured
 
     def transfers(self) -> dict[str, float]:
-        """Of a tensor as large as an MLP projection, as layers are brought and hidden states wait."""
+        """Copy a tensor as large as an MLP projection, as layers are brought and hidden states wait."""
         size = (160, 64) if self.args.tiny else (14_336, 4096)
         there = torch.zeros(size, dtype=self.dtype, device=self.device)
         found = {}
@@ -202,7 +202,7 @@ class Bench:
         return self.seconds(lambda: F.scaled_dot_product_attention(query, key, key, attn_mask=mask))
 
     def attention(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As transformers calls it with a mask: keys are repeated for the query heads of their group."""
+        """Return query, key and mask as transformers gives them: keys are repeated for the query heads of their group."""
         query, key = (torch.randn(4, 32, length, 128, device=self.device).to(self.dtype) for _ in range(2))
         return query, key, torch.zeros(4, 1, length, length, device=self.device, dtype=self.dtype).triu_(1)
 
@@ -257,7 +257,7 @@ class Bench:
         return [float(worker.stdout.readline()) for worker in workers]
 
     def work(self) -> None:
-        """What such a process does: layers of the shape run for some seconds, at each word."""
+        """Run layers of the shape for some seconds, at each word on standard input."""
         self.model = build(self.args, self.device, self.dtype)
         run = self.forward(8, 64 if self.args.tiny else 512)
         self.seconds(run)

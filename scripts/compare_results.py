@@ -53,7 +53,7 @@ SHOWN = 12
 
 
 def kind(path: Path) -> str | None:
-    """What a file is compared as; None: it is not compared."""
+    """Return what a file is compared as; None: it is not compared."""
     skipped = {ATTEMPTS, PASSES, TUNE, TENSORBOARD, artifact_cache.FOLDER}
     if path.name in (EXPERIMENT, COST, STATUS) or path.name.startswith(".") or skipped & set(path.parts):
         return None

@@ -57,7 +57,7 @@ def of_trials(file: str, method: str, seq_len: int, num_samples: int) -> tuple[f
 
 
 def of_table(file: str, name: str) -> tuple[float, float, float, int]:
-    """The same from a table of means."""
+    """Return perplexity, distances and runs of one configuration from a table of means."""
     rows = json.loads((STUDY / f"{file}.json").read_text(encoding="utf-8"))
     (row,) = (row for row in rows if row["configuration"] == name)
     return row["ppl"], row["kl_text"], row["kl_tasks"], row["draws"]

@@ -79,7 +79,7 @@ class Slot:
 
     @staticmethod
     def told(function: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What it measures, or why it cannot be measured here: the next one may."""
+        """Return what `function` measures, or why it cannot be measured here: the next one may."""
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -128,7 +128,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def versions() -> dict[str, Any]:
-    """What the numbers were measured with, and on."""
+    """Return what the numbers were measured with, and on."""
     here = Path(__file__).parent
     commit = subprocess.run(
         ["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -142,7 +142,7 @@ def versions() -> dict[str, Any]:
 
 
 def gpu_parser(doc: str | None) -> Any:
-    """Of the flags that both benchmarks of a GPU have."""
+    """Return a parser of the flags that both benchmarks of a GPU have."""
     p = benchmark_parser(doc, [])
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")

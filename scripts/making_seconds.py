@@ -23,7 +23,7 @@ _OF_RECIPE = {row.name: row.default for row in HYPERPARAMETERS.values() if row.r
 
 
 class MakingSeconds:
-    """Of the trials of one experiment.
+    """Looks up what making the models of one experiment took.
 
     A stage that found its result in the cache, whole or in part, has forwarded fewer tokens than its work has. Its seconds say
     nothing then: those of a pass before the trials count or of another trial, that did all of the same work, or none are known. A
@@ -47,7 +47,7 @@ class MakingSeconds:
             self._note(record, "steps", self._tokens_of_steps(record, config), replace(config, **_OF_RECIPE))
 
     def __call__(self, key: str) -> float:
-        """Of one trial by its key; NaN where no record has the seconds of one of its stages."""
+        """Return the seconds of one trial by its key; NaN where no record has those of one of its stages."""
         record = self._records[key]
         config = PruningConfig.from_dict(record.config)
         found = [_whole(record, "pruning")]
@@ -67,7 +67,7 @@ class MakingSeconds:
             self._in_trials.setdefault((record.model, stage, work), []).append(seconds)
 
     def _statistic(self, record: TrialRecord, config: PruningConfig, needs: tuple[Need, ...]) -> float:
-        """Of the pass for `needs`, all of one statistic: that of the preparation, or those of trials."""
+        """Return the seconds of the pass for `needs`, all of one statistic: of the preparation, or of trials."""
         statistic = load_statistic(needs[0].statistic)
         asked: dict[str, int | None] = dict.fromkeys(kind or "num_samples" for kind in statistic.kinds)
         asked |= {need.kind or "num_samples": need.num_samples for need in needs}
@@ -78,7 +78,7 @@ class MakingSeconds:
         return _median([*(one["duration_s"] for one in alike), *in_trials])
 
     def _tokens(self, record: TrialRecord, config: PruningConfig, needs: Sequence[Need]) -> int:
-        """That a pass for `needs` forwards where none of it is cached."""
+        """Return the tokens that a pass for `needs` forwards where none of it is cached."""
         statistic, layers = load_statistic(needs[0].statistic), self._layers.get(record.model, 1)
         return statistic.work(needs, config.seq_len, layers, "cpu").tokens
 
@@ -87,7 +87,7 @@ class MakingSeconds:
 
 
 def making_seconds(output_dirs: Iterable[str]) -> list[float]:
-    """Of the trials with those folders, each of an experiment; NaN where that is not known. Raises UserError."""
+    """Return the seconds that made each trial of those folders; NaN where they are not known. Raises UserError."""
     folders: dict[Location, MakingSeconds] = {}
     found = []
     for output_dir in output_dirs:

@@ -83,7 +83,7 @@ def sparsegpt(weight: Tensor, gram: Tensor, share: float) -> Tensor:
 
 
 def _smallest(scores: Tensor, share: float) -> Tensor:
-    """Where the smallest are, of every row of `scores` [..., n]: that share of n, rounded."""
+    """Mark the smallest of every row of `scores` [..., n]: that share of n, rounded."""
     count = round(share * scores.shape[-1])
     places = scores.topk(count, largest=False).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, True)
@@ -134,7 +134,7 @@ def _grams(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
 
 
 def share_of(model: PreTrainedModel, family: Family, ratio: float) -> float:
-    """Of the projections' weights, that are as many as that ratio of all parameters. Raises UserError where they are not enough."""
+    """Return the share of the projections' weights that is that ratio of all parameters. Raises UserError where they are too few."""
     weights = sum(
         linear.weight.numel() for layer in decoder_layers(model, family) for linear in family.linears(layer).values()
     )
@@ -147,7 +147,7 @@ def share_of(model: PreTrainedModel, family: Family, ratio: float) -> float:
 
 
 def row_of(name: str, found: Evaluation, dense: Evaluation) -> dict[str, Any]:
-    """What one model has measured; `gold_lost`: in log-probability of right choices, nats, mean of the tasks."""
+    """Return a row of what one model has measured; `gold_lost`: in log-probability of right choices, nats, mean of the tasks."""
     lost = dense.tasks["gold_logprob"] - found.tasks["gold_logprob"]
     kl = found.kl or {"text": (0.0, 0.0), "tasks": (0.0, 0.0)}  # of the dense model to itself
     row = {"masks": name} | {f"kl_{text}": value for text, (value, _) in kl.items()} | {"gold_lost": float(lost.mean())}

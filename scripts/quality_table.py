@@ -42,7 +42,7 @@ MEASURES = {"kl_text": "KL text", "kl_tasks": "KL tasks", GOLD: "gold logprob"}
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one configuration: by measure its losses [draws, observations], and the weight of every observation, which add up to 1."""
+    """Holds by measure the losses of one configuration [draws, observations], and weights of observations that add up to 1."""
 
     values: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
@@ -52,7 +52,7 @@ class Losses:
 
 
 def losses(folders: list[str], dense: pd.Series) -> Losses:
-    """Of the trials of all draws; `dense`: log-probabilities of right choices."""
+    """Read the losses of the trials of all draws; `dense`: log-probabilities of right choices."""
     values: dict[str, list[np.ndarray]] = {}
     weights: dict[str, np.ndarray] = {}
     for folder in folders:

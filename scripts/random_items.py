@@ -18,7 +18,7 @@ HFLM_ROWS = 64
 
 
 class Lengths(NamedTuple):
-    """What the items of a task look like, in tokens: mean, and spread of the logarithm."""
+    """Describes the items of a task, in tokens: mean, and spread of the logarithm."""
 
     rows: int
     choices: int

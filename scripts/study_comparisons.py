@@ -59,7 +59,7 @@ class Side:
 
 
 class Comparisons:
-    """Of one model; `able`: the tasks on which the dense one tells right from wrong."""
+    """Compares configurations of one model; `able`: the tasks on which the dense one tells right from wrong."""
 
     def __init__(self, grid: ModelFindings) -> None:
         tasks = grid.model.tasks
@@ -165,7 +165,7 @@ def sides(found: ModelFindings) -> list[Side]:
 
 
 def groups(found: ModelFindings) -> list[tuple[Side, Side]]:
-    """Of the grid: methods; the longest samples of each and the shortest; the most and the fewest."""
+    """Pair the methods of the grid, and of each the longest samples with the shortest, the most with the fewest."""
     rows = found.eligible
     methods = sorted(rows["method"].unique())
     folders = {method: tuple(rows.loc[rows["method"] == method, "output_dir"]) for method in methods}
@@ -205,7 +205,7 @@ def compared(folder: Callable[[str], Path]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As CSV, numbers with six digits."""
+    """Return the rows as CSV, numbers with six digits."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

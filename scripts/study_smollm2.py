@@ -114,7 +114,7 @@ class Study:
         return rows[rows["name"] == names[0]].iloc[0]
 
     def contenders(self) -> list[pd.Series]:
-        """What goes on to three draws."""
+        """Return the configurations that go on to three draws."""
         methods = self.measured("grid").groupby("method")
         return self.named("grid", self.args.contenders) or [self.chosen(own) for _, own in methods]
 

@@ -224,7 +224,7 @@ FACTS = _objects_facts()
 
 
 def effect(event: str, thing: str) -> str:
-    """What happens to the thing, e.g. "float on the water"."""
+    """Return what happens to the thing, e.g. "float on the water"."""
     return EFFECT[event, MATERIAL_OF[thing]]
 
 
