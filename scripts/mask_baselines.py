@@ -134,7 +134,7 @@ def _grams(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
 
 
 def share_of(model: PreTrainedModel, family: Family, ratio: float) -> float:
-    """Return the share of the projections' weights that is that ratio of all parameters. Raises UserError where they are too few."""
+    """Return the share of the projections' weights that is that ratio of all parameters. Raises UserError for too large a ratio."""
     weights = sum(
         linear.weight.numel() for layer in decoder_layers(model, family) for linear in family.linears(layer).values()
     )
