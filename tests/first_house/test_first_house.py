@@ -20,12 +20,12 @@ from typing import Any
 import pandas as pd
 import pytest
 from safetensors.torch import load_file
-from tune_prune.core.values.hyperparameters import renamed
 
-from tune_prune import evaluate, prune, search
-from tune_prune.analysis import command
 from tune_prune.checkpoint import manifest
+from tune_prune.commands import analysis as command
+from tune_prune.commands import evaluate, prune, search
 from tune_prune.core.files import to_json
+from tune_prune.core.hyperparameters import renamed
 
 WHOLE_TEXT = True
 

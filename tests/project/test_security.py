@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 HERE, RAY = "project/test_security.py", "tuning/test_tuning.py"
-FOLLOWED, ODD = "commands/test_followed_search.py", "commands/test_odd_places.py"
+FOLLOWED, ODD = "commands/test_followed_search.py", "commands/test_bad_inputs.py"
 HELD_BY = {
     "Code of a model": [f"{HERE}::test_no_code_of_a_model_runs", f"{HERE}::test_no_call_lets_code_of_a_model_run"],
     "Weights": [f"{HERE}::test_a_pickle_of_weights_runs_nothing"],
@@ -52,8 +52,8 @@ HELD_BY = {
     ],
     "Items and texts": [
         "commands/test_untrusted_tasks.py::test_a_plan_finds_tasks_that_cannot_be_built",
-        "commands/test_search_inputs.py::test_broken_data_is_refused",
-        "commands/test_search_inputs.py::test_unusable_calibration_texts",
+        "commands/test_bad_inputs.py::test_broken_data_is_refused",
+        "commands/test_bad_inputs.py::test_unusable_calibration_texts",
     ],
     "Stored results": ["core/test_artifacts.py::test_a_pickle_in_an_artifact_is_not_run"],
     "Spreadsheets": [
@@ -83,7 +83,7 @@ HELD_BY = {
     "Secrets": [f"{HERE}::test_secrets_stay_out", f"{FOLLOWED}::test_no_secret_is_written"],
     "Overwriting": [
         f"{HERE}::test_nothing_else_is_overwritten",
-        f"{ODD}::test_only_a_record_is_replaced_by_a_record",
+        "commands/test_bad_lines.py::test_a_bad_line_is_told_what_to_write",
         f"{ODD}::test_only_a_study_is_replaced_by_a_study",
     ],
     "Ports": [f"{RAY}::test_a_local_ray_is_for_this_process_alone_and_its_workers_are_as_nice_as_other_programs"],

@@ -225,8 +225,8 @@ def test_generate_runs_on_a_pruned_model(tiny):
 
 
 @pytest.mark.parametrize("kind", [SpilledStates, KeptStates])
-def test_a_refitted_weight_is_read_once_for_each_use(kind, tmp_path, monkeypatch):
-    states = kind(torch.device("cpu"), *[tmp_path] * (kind is SpilledStates))
+def test_a_refitted_weight_is_read_once_for_each_use(kind, monkeypatch):
+    states = kind(torch.device("cpu"))
     states["a"], changes, reads, read = torch.ones(2, 3), Changes(states), [], kind.__getitem__
     monkeypatch.setattr(kind, "__getitem__", lambda self, key: reads.append(key) or read(self, key))
     assert "a" in states and "a" in changes and "b" not in states and "b" not in changes and reads == []
