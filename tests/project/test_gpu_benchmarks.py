@@ -94,11 +94,10 @@ def test_what_plans_assume_of_a_gpu_on_a_cpu(
     named = re.findall(r"^    (\w[\w ]*\w)  +\w", path.read_text(encoding="utf-8").partition('"""\n')[0], re.MULTILINE)
     assert [line["measured"] for line in told] == named  # in that order
     found = {line.pop("measured"): line for line in told}
-    assert found.pop("left behind") == {"bytes": 0}  # no GPU here
     assert "MATH" in found.pop("versions")["masked_attention"]
     assert positive(*(value for line in found.values() for value in line.values()))
-    assert {name.partition(" ")[0] for name in found["ways"]} == {"resident", "by", "streamed"}
+    assert {name.partition(" ")[0].rstrip(",") for name in found["ways"]} == {"resident", "by", "streamed"}
     assert list(found["decoding"]) == ["eager_s"]
     monkeypatch.syspath_prepend(str(SCRIPTS))
     importlib.import_module("bench_gpu_plan").main(["--device", "cpu", "--tiny", "--limit", "-1"])
-    assert json.loads(capsys.readouterr().out) == {"stopped before": "left behind"}
+    assert json.loads(capsys.readouterr().out) == {"stopped before": named[0]}

@@ -283,7 +283,7 @@ IN_A_BARE_PROCESS = """
 import json
 import torch
 torch.set_num_threads(1)
-from tune_prune import evaluate
+from tune_prune.commands import evaluate
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext

@@ -41,7 +41,7 @@ def join(**options):
     init(_node_ip_address="{WORKER}", **options)
     print("driver on", ray.util.get_node_ip_address())
 ray.init = join
-from tune_prune import search
+from tune_prune.commands import search
 sys.exit(search.main([*sys.argv[1:], "--dry-run"]) or search.main(sys.argv[1:]))
 """
 # `ray stop` ends every Ray of its user: here it sees the processes of this cluster alone.

@@ -133,7 +133,7 @@ def test_an_interrupted_search_keeps_what_is_finished_and_says_how_to_go_on(
     (first,) = Ledger(FolderStore(tmp_path / "one")).records()
     assert first.status == "complete"
 
-    code = "import sys\nfrom tune_prune import search\ncode = search.main(sys.argv[1:])\n"
+    code = "import sys\nfrom tune_prune.commands import search\ncode = search.main(sys.argv[1:])\n"
     told = run_without(("ray",), f"{code}assert 'ray' not in sys.modules\nsys.exit(code)", *argv)
     assert "; one after the other\n" in told and "(1 of 3 trials are done)" in " ".join(told.split())
     assert "[3/3] running 0, failed 0" in told
