@@ -7,6 +7,7 @@ those of `--log-json`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -98,14 +99,15 @@ class Event:
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
-class Reader(Observer):
+class Reader(Observer, ABC):
     """Follows a search by its events alone; a subclass overrides `read`."""
 
     def __getstate__(self) -> Mapping[str, Any]:
         return {}  # Ray pickles what it calls, and uses no copy; streams and threads have none
 
+    @abstractmethod
     def read(self, event: Event) -> None:
-        raise NotImplementedError
+        """Take in one event."""
 
     def on_start(self, work: Work) -> None:
         self._tell("job_start" if isinstance(work, PrepareJob) else "trial_start", work)
