@@ -78,7 +78,7 @@ def run_search(
     complete = [record for record in records if record.status == "complete"]
     if len(complete) < len(records) or not records:
         raise RuntimeError(f"only {len(complete)} of {len(records)} trials of the search are complete")
-    return seconds, {PruningConfig.from_dict(record.config).name: record.metrics for record in complete}
+    return seconds, {record.config.name: record.metrics for record in complete if record.config}
 
 
 def run_published(

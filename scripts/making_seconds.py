@@ -11,7 +11,7 @@ import numpy as np
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.ledger import Ledger, PassLog, read_about
+from tune_prune.core.ledger import Ledger, read_about, read_passes
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import Location, location, open_store
 from tune_prune.pruning.compensation import recovery
@@ -34,13 +34,14 @@ class MakingSeconds:
         """Raises UserError where a record cannot be read."""
         store = open_store(folder)
         self._records = {record.key: record for record in Ledger(store).records()}
-        self._passes = PassLog(store).read()
+        self._passes = read_passes(store)
         models = (read_about(store) or {}).get("models", {})
         # Of block removal the tokens follow from them: where they are not known, none match.
         self._layers = {label: len(entry.get("geometry", {}).get("mlp_width", "?")) for label, entry in models.items()}
         self._in_trials: dict[tuple[object, ...], list[float]] = {}  # of whole stages that trials share
         for record in self._records.values():
-            config = PruningConfig.from_dict(record.config)
+            config = record.config
+            assert config is not None
             for needs in _needs(config):
                 stage = load_statistic(needs[0].statistic).stage
                 self._note(record, stage, self._tokens(record, config, needs), (config.samples, needs))
@@ -49,7 +50,8 @@ class MakingSeconds:
     def __call__(self, key: str) -> float:
         """Return the seconds of one trial by its key; NaN where no record has those of one of its stages."""
         record = self._records[key]
-        config = PruningConfig.from_dict(record.config)
+        config = record.config
+        assert config is not None
         found = [_whole(record, "pruning")]
         found += [self._statistic(record, config, needs) for needs in _needs(config)]
         if steps_of(config) > 1:
@@ -105,10 +107,10 @@ def _needs(config: PruningConfig) -> list[tuple[Need, ...]]:
 
 def _whole(record: TrialRecord, stage: str, tokens: int | None = None) -> float:
     """The seconds of a stage in a record; NaN where it is not there, or has not forwarded all of its `tokens`."""
-    parts = [one for one in record.stages if one["stage"] == stage]
-    if not parts or tokens not in (None, sum(one["tokens"] for one in parts)):
+    parts = [one for one in record.stages if one.stage == stage]
+    if not parts or tokens not in (None, sum(one.tokens for one in parts)):
         return math.nan
-    return sum(one["duration_s"] for one in parts)
+    return sum(one.duration_s for one in parts)
 
 
 def _median(values: Sequence[float]) -> float:

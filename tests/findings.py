@@ -24,8 +24,8 @@ from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import digest
-from tune_prune.core.ledger import Ledger
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.ledger import Ledger, write_about, write_baselines, write_costs
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 
 LAYERS, GROUPS, CHANNELS, PARAMS = 4, 4, 64, 100_000
@@ -145,9 +145,9 @@ def simulated_study(
         "versions": {"tune_prune": "0.1.0"},
     }
     counts = {"trials": len(configs) * len(models), "gradient_passes": len(passes), "gpu_hours": 0.0}
-    atomic_write_text(experiment / "baseline.json", to_json({m: record.to_dict() for m, record in baselines.items()}))
-    atomic_write_text(experiment / "experiment.json", to_json(about))
-    atomic_write_text(experiment / "cost.json", to_json(counts | {"shared_passes": passes}))
+    write_baselines(FolderStore(experiment), baselines)
+    write_about(FolderStore(experiment), about)
+    write_costs(FolderStore(experiment), counts | {"shared_passes": passes})
     return experiment
 
 
@@ -172,11 +172,11 @@ def _record(config: PruningConfig | None, model: str, state: Any, outcomes: Mapp
     return TrialRecord(
         key=_key(config, model),
         model=model,
-        config=_values(config),
+        config=config,
         status=state,
         reason={"failed": "out of memory", "stopped_early": "well below the best"}.get(state, ""),
         metrics=metrics if state == "complete" else {},
-        stages=[{"stage": stage, "duration_s": s, "tokens": 0, **items} for stage, s in seconds.items()],
+        stages=[StageReport(stage, s, **items) for stage, s in seconds.items()],
         started_at="2026-01-01T00:00:00+00:00",
         elapsed_time_s=sum(seconds.values()),
         host="here",

@@ -16,7 +16,7 @@ from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.commands import prune_request, results, status
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.ledger import AttemptLog, Ledger
+from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.perplexity import PerplexityResult
@@ -86,7 +86,7 @@ def analysed(kept: Finished) -> str:
 def accounted(kept: Finished) -> str:
     """What a search reads at its begin and its end, for what it has cost."""
     store = FolderStore(kept.folder)
-    return "unseen" if len(AttemptLog(store).read(Ledger(store).records())) == 2 else "left out"
+    return "unseen" if len(Ledger(store).attempts(Ledger(store).records())) == 2 else "left out"
 
 
 def costed(kept: Finished) -> str:

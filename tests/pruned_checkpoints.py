@@ -42,7 +42,7 @@ def measured_checkpoint(folder: Path, context: TrialContext) -> Path:
         pass
     assert trial.plan is not None
     trial.write_files(FolderStore(folder.with_name(TRIAL)))
-    return save(folder, context, trial.plan, metrics=trial.progress.record("complete").metrics)
+    return save(folder, context, trial.plan, metrics=trial.record.metrics)
 
 
 def save(

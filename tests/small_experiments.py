@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ from tune_prune.analysis.input.reading import read_study, study_of_search
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig, trial_key
-from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, put_sealed
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 
-ODD = TrialRecord("odd", "tiny", {"method": "x"}, "failed")
+ODD = TrialRecord("odd", "tiny", PruningConfig("x", 8, 8), "failed")
 NAMES = ("taylor-s16-n8", "taylor-s32-n8", "blockwise-s16-n8")
 
 
@@ -27,7 +26,7 @@ def record(name: str, key: str | None = None, status: Any = "complete", acc: flo
     metrics |= {f"acc_{task}": acc for task in ZERO_SHOT_TASKS} | {"extreme_pruning_layers": 0.0}
     metrics |= {name: 2.0 for name in columns.COLUMNS if name.startswith("grad_")}
     method, seq_len, samples = name.split("-")
-    config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields))
+    config = PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields)
     outcome = {"metrics": metrics} if status == "complete" else {"reason": "no memory"}
     return TrialRecord(key or key_of(config), "tiny", config, status, **outcome)
 
@@ -36,8 +35,8 @@ def run_of(seed: int) -> ModelRun:
     return ModelRun("/models/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(), seed, "float32")
 
 
-def key_of(config: dict[str, Any], seed: int = 0) -> str:
-    return trial_key(PruningConfig.from_dict(config), "fingerprint", "texts", run_of(seed))
+def key_of(config: PruningConfig | None, seed: int = 0) -> str:
+    return trial_key(config, "fingerprint", "texts", run_of(seed))
 
 
 def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, planned: Sequence[str] = NAMES) -> Path:
@@ -46,14 +45,16 @@ def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, plan
     keys = {key_of(record(name).config, seed): name for name in planned}
     model = {"run": run.to_dict(), "meaning": {"model": "fingerprint", "data": "texts"}, "trial_keys": keys}
     folder.mkdir(parents=True)
-    dense = TrialRecord(trial_key(None, "fingerprint", "texts", run), "tiny", {}, "complete", metrics={"acc_mean": 0.7})
+    dense = TrialRecord(
+        trial_key(None, "fingerprint", "texts", run), "tiny", None, "complete", metrics={"acc_mean": 0.7}
+    )
     texts = {
         "experiment.json": {"search": "grid", "num_trials": len(planned), "models": {"tiny": model}},
         "baseline.json": {"tiny": dense.to_dict()},
         "cost.json": {"gpu_hours": 1.0},
     }
     for name, values in texts.items():
-        atomic_write_text(folder / name, to_json(values))
+        put_sealed(FolderStore(folder), name, values)
     for one in (replace(one, key=key_of(one.config, seed)) for one in records):
         Ledger(FolderStore(folder)).write(one)
         items = folder / "trials" / one.key / "items.parquet"

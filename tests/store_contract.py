@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -147,8 +144,6 @@ class StoreContract:
         with store.lock():
             pass
 
-
-class BetweenProcesses(StoreContract):
     def test_a_killed_search_leaves_no_lock(self, store: Store, short_lease: float) -> None:
         with other_search(store, short_lease) as process:
             process.kill()
@@ -157,90 +152,3 @@ class BetweenProcesses(StoreContract):
             with store.lock():
                 store.put(name, "kept")
         assert store.names() == ["a", "b"]
-
-
-class LeaseContract(StoreContract):
-    """What only a lock by lease can do wrong."""
-
-    @pytest.fixture
-    def ignored(self) -> Iterator[None]:
-        """As what a shell starts in the background ignores the first."""
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        yield
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    @pytest.mark.usefixtures("ignored")
-    @pytest.mark.parametrize(
-        ("heard", "end"),
-        [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
-    )  # the last is Ray's
-    def test_who_could_not_renew_leaves(
-        self, store: Store, short_lease: float, heard: signal.Signals, end: type[BaseException]
-    ) -> None:
-        def hear(*_: object) -> None:
-            raise end
-
-        signal.signal(heard, hear)
-
-        def work() -> None:
-            with store.lock():
-                store.within(".lock").put("00000009.json", '{"until": 0}')
-                time.sleep(5 * short_lease)
-                pytest.fail("two searches run on one experiment")
-
-        with pytest.raises(UserError, match=r"another search has taken over .* nothing recorded is lost"):
-            work()
-        with store.lock():  # the other one's is given back
-            assert store.within(".lock").names() == ["00000010.json"]
-
-    @pytest.mark.usefixtures("ignored")
-    def test_who_is_complete_without_its_lock_says_so(
-        self, store: Store, short_lease: float, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with store.lock():
-            store.within(".lock").put("00000009.json", '{"until": 0}')
-            time.sleep(short_lease / 2)
-        assert "has taken over" in caplog.text and "this one is complete" in caplog.text
-        assert store.within(".lock").names()[-1] == "00000009.json"  # which is not given back by this one
-
-    def test_a_renewal_that_fails_unexpectedly_is_told_and_tried_again(
-        self, store: Store, short_lease: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with store.lock(), monkeypatch.context() as patched:
-            first = store.within(".lock").get("00000001.json")
-            patched.setattr(object_storage.Lease, "_newest", lambda _: 1 // 0)
-            time.sleep(short_lease / 2)
-            assert store.within(".lock").get("00000001.json") == first
-            patched.undo()
-            time.sleep(short_lease / 2)
-            assert store.within(".lock").get("00000001.json") != first
-        assert "was not renewed, which is tried again" in caplog.text and "ZeroDivisionError" in caplog.text
-
-    def test_a_clock_that_is_set_does_not_lose_the_lock(
-        self, store: Store, short_lease: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with store.lock():
-            hour_ago = SimpleNamespace(time=lambda: time.time() - 3600, sleep=time.sleep, monotonic=time.monotonic)
-            with monkeypatch.context() as patched:
-                patched.setattr(object_storage, "time", hour_ago)
-                time.sleep(short_lease / 2)
-            with pytest.raises(UserError, match="another search runs"), store.lock():
-                pytest.fail("two searches run on one experiment")
-
-    def test_of_two_that_find_it_free_one_gets_it(self, store: Store, short_lease: float) -> None:
-        def hold(number: int) -> bool:
-            try:
-                with store.lock():
-                    time.sleep(2 * short_lease)
-            except UserError:
-                return False
-            return True
-
-        with ThreadPoolExecutor(3) as pool:
-            assert sorted(pool.map(hold, range(3))) == [False, False, True]
-
-    def test_what_is_no_lock_is_named(self, store: Store) -> None:
-        store.within(".lock").put("00000001.json", '{"until": "later"}')
-        with pytest.raises(UserError, match=r"00000001\.json is no lock of a search; delete it"), store.lock():
-            pytest.fail("held")

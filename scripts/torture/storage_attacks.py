@@ -32,7 +32,6 @@ import sys
 from tune_prune.commands import search
 from tune_prune.core import object_storage
 object_storage.LEASE_S = 3.0  # what a killed search keeps the next one waiting for; a minute otherwise
-object_storage.LEFT_S = 0.0  # nobody else is there
 sys.exit(search.main())
 """
 _COPY = "import fsspec, sys; fsspec.filesystem('s3').get(sys.argv[1], sys.argv[2], recursive=True)"

@@ -25,7 +25,7 @@ from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 
 DOCUMENTED_COLUMNS = """
@@ -46,25 +46,25 @@ def trial(
 ) -> TrialRecord:
     """A record of the configuration `name`, e.g. taylor-s64-n128; the tasks' mean is `acc`."""
     method, seq_len, samples = name.split("-")
-    config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **more))
+    config = PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **more)
     metrics = {"ppl": ppl, "acc_mean": acc, "acc_mean_stderr": stderr, "params_count": 800.0, "removed_fraction": 0.2}
     for index, task in enumerate(ZERO_SHOT_TASKS):
         metrics |= {f"acc_{task}": acc + (index - 3) / 100, f"acc_{task}_stderr": 0.02}
     return TrialRecord(
-        key=digest([config, model]),
+        key=digest([asdict(config), model]),
         model=model,
         config=config,
         status=status,
         reason="" if status == "complete" else "out of memory",
         metrics=metrics if status == "complete" else {},
-        stages=[{"stage": stage, "duration_s": 0.5, "tokens": 1} for stage in ("perplexity", "zero_shot", "zero_shot")],
+        stages=[StageReport(stage, 0.5, tokens=1) for stage in ("perplexity", "zero_shot", "zero_shot")],
         elapsed_time_s=2.0,
     )
 
 
 def dense() -> TrialRecord:
     metrics = {"acc_mean": 0.8, "acc_mean_stderr": 0.008, "ppl": 5.0, "params_count": 1000.0}
-    return TrialRecord(key="dense", model="tiny", config={}, status="complete", metrics=metrics)
+    return TrialRecord(key="dense", model="tiny", config=None, status="complete", metrics=metrics)
 
 
 def found(
@@ -254,7 +254,7 @@ def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
         trial(name, acc, pruning_ratio=ratio) for ratio, accs in accuracies.items() for name, acc in accs.items()
     ]
     for record in records:
-        record.metrics["params_count"] = 1000 * (1 - record.config["pruning_ratio"])
+        record.metrics["params_count"] = 1000 * (1 - record.config.pruning_ratio)
     best = view(tmp_path, "global_best_config", *records, baselines={"tiny": dense()})["models"]
     chosen = {
         label: (entry["name"], entry["pruning_ratio"], entry["baseline"]["acc_mean"]) for label, entry in best.items()

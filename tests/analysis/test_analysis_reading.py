@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.small_experiments import FIRST, KEYS, NAMES, ODD, ROW, csv, experimen
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, read_baselines, write_about, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 
@@ -86,7 +87,7 @@ def test_trials_of_which_nobody_knows_how_they_were_measured_are_refused(
     if values is None:
         path.unlink()
     else:
-        path.write_text(to_json(values))
+        write_about(FolderStore(folder), values)
     with pytest.raises(UserError) as caught:
         read_study([folder], [])
     what = "it is missing" if values is None else "it is not the description of an experiment"
@@ -97,14 +98,13 @@ def test_trials_of_which_nobody_knows_how_they_were_measured_are_refused(
 
 
 def test_trials_of_another_search_are_named_and_not_compared(tmp_path: Path) -> None:
-    """As an older version left them, which went on with another seed where experiment.json had been deleted."""
     folder = experiment(tmp_path / "e", [record(NAMES[0])], seed=1)
     Ledger(FolderStore(folder)).write(record(NAMES[0], acc=0.6))
     model = only(folder)
     assert (list(model.rows["name"]), list(model.rows["acc_mean"])) == ([NAMES[0]], [0.5])
     assert f"{folder / FIRST} | it is of another search: its key would be " in "".join(said(model))
-    dense = TrialRecord(KEYS[NAMES[0]], "tiny", {}, "complete", metrics={"acc_mean": 0.9})
-    (folder / "baseline.json").write_text(to_json({"tiny": dense.to_dict()}))
+    dense = TrialRecord(KEYS[NAMES[0]], "tiny", None, "complete", metrics={"acc_mean": 0.9})
+    write_baselines(FolderStore(folder), {"tiny": dense})
     model = only(folder)
     assert model.baseline == {} and f"{folder / 'baseline.json'} | it is of another search" in "".join(said(model))
 
@@ -156,10 +156,8 @@ def test_each_ratio_is_a_model_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is_kept_apart(tmp_path: Path) -> None:
-    """Shapes and removal divisors; and free shapes are those from before there were others."""
-    old = record(NAMES[0])
-    del old.config["shape"]
-    first = experiment(tmp_path / "a", [old, record(NAMES[1], shape="free")])
+    """Shapes and removal divisors."""
+    first = experiment(tmp_path / "a", [record(NAMES[0]), record(NAMES[1], shape="free")])
     second = experiment(tmp_path / "b", [record(NAMES[0], shape="uniform")])
     third = experiment(tmp_path / "d", [record(NAMES[0], removal_divisor=10, shape="uniform")])
     models = read_study([first, second, third], []).models
@@ -209,9 +207,9 @@ def test_what_several_versions_have_measured_is_said(tmp_path: Path) -> None:
     folder = experiment(tmp_path / "e", [one, two, three])
     said_of = "measured with several versions of {}, which may give other numbers ({})"
     assert said(only(folder), "note") == [" | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: 1 trial")]
-    dense = FolderStore(folder).read("baseline.json")["tiny"]
+    dense = read_baselines(FolderStore(folder))["tiny"]
     told = {"torch_version": "2.13.0", "transformers_version": "5.23.0"}
-    (folder / "baseline.json").write_text(to_json({"tiny": dense | told}))
+    write_baselines(FolderStore(folder), {"tiny": replace(dense, **told)})
     assert said(only(folder), "note") == [
         " | " + said_of.format("torch", "2.12.0: 1 trial; 2.13.0: the original model, 1 trial"),
         " | " + said_of.format("transformers", "5.22.0: 1 trial; 5.23.0: the original model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from tune_prune.analysis.statistics import fidelities as module
 from tune_prune.analysis.statistics.fidelities import kendall
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, put_sealed, write_about
+from tune_prune.core.records import StageReport
 from tune_prune.core.store import FolderStore
 from tune_prune.evaluation.item_scores import ItemScore, summarize, to_parquet
 
@@ -47,18 +49,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ledger, generator = Ledger(FolderStore(folder)), np.random.default_rng(1)
     about = json.loads((folder / "experiment.json").read_text())
     about["models"]["alpha"]["run"]["protocol"]["tasks"] = ["boolq", "piqa", "unclear"]
-    (folder / "experiment.json").write_text(json.dumps(about))
+    write_about(FolderStore(folder), about)
     for record in sorted(ledger.records(), key=lambda record: record.key):
         skill = float(generator.uniform(0, 2))
         scored = items(generator, skill)
-        record.metrics = {"ppl": 30 - skill + float(generator.normal())} | summarize(scored)
+        metrics = {"ppl": 30 - skill + float(generator.normal())} | summarize(scored)
         for name in ("kl_text", "kl_tasks"):
-            record.metrics |= {name: 9 - skill + float(generator.normal()), f"{name}_stderr": 0.1}
-        seconds = {"kl": 2.0 if record.config["method"] == "taylor" else 0.01, "perplexity": 1.0, "zero_shot": 8.0}
-        record.stages = [{"stage": stage, "duration_s": s, "tokens": 1} for stage, s in seconds.items()]
-        record.files = {}
+            metrics |= {name: 9 - skill + float(generator.normal()), f"{name}_stderr": 0.1}
+        seconds = {"kl": 2.0 if record.config.method == "taylor" else 0.01, "perplexity": 1.0, "zero_shot": 8.0}
+        stages = [StageReport(stage, s, tokens=1) for stage, s in seconds.items()]
         (folder / "trials" / record.key / "items.parquet").write_bytes(to_parquet(scored))
-        ledger.seal(record)
+        record = replace(record, metrics=metrics, stages=stages, files={})
+        put_sealed(FolderStore(folder), f"ledger/{record.key}.json", record.to_dict())
     return folder
 
 

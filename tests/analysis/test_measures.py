@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tune_prune.analysis.render.page import render
 from tune_prune.analysis.statistics import rules
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, put_sealed, read_baselines, write_baselines
 from tune_prune.core.store import FolderStore
 from tune_prune.evaluation.item_scores import ItemScore, summarize, to_parquet
 
@@ -56,22 +57,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
         metrics = {name: value for name, value in record.metrics.items() if not name.startswith("acc_")} | summarize(
             scored
         )
-        record.metrics = {name: value for name, value in metrics.items() if index % 2 or not name.startswith("gold")}
+        metrics = {name: value for name, value in metrics.items() if index % 2 or not name.startswith("gold")}
         (folder / "trials" / record.key / "items.parquet").write_bytes(to_parquet(scored))
         if index != 3:  # one that was measured before there was KL
             blocks = {"tokens": [128] * 8, "nats": (1 + index / 20 + generator.normal(0, 0.1, 8)).tolist()}
-            record.metrics |= {"kl_text": float(np.mean(blocks["nats"])), "kl_text_stderr": 0.3}
+            metrics |= {"kl_text": float(np.mean(blocks["nats"])), "kl_text_stderr": 0.3}
             (folder / "trials" / record.key / "kl.json").write_text(json.dumps({"text": blocks}))
-        record.files = {}
-        ledger.seal(record)
-    baselines = json.loads((folder / "baseline.json").read_text())
+        record = replace(record, metrics=metrics, files={})
+        put_sealed(FolderStore(folder), f"ledger/{record.key}.json", record.to_dict())
     scored = items(generator, {"piqa": 2.0, "arc_easy": 3.0})
-    dense = baselines["alpha"]
-    dense["metrics"] = {n: v for n, v in dense["metrics"].items() if not n.startswith("acc_")}
-    dense["metrics"] |= {n: v for n, v in summarize(scored).items() if not n.startswith("gold")}
-    (folder / "trials" / dense["key"]).mkdir()
-    (folder / "trials" / dense["key"] / "items.parquet").write_bytes(to_parquet(scored))
-    (folder / "baseline.json").write_text(json.dumps(baselines))
+    dense = read_baselines(FolderStore(folder))["alpha"]
+    metrics = {n: v for n, v in dense.metrics.items() if not n.startswith("acc_")}
+    metrics |= {n: v for n, v in summarize(scored).items() if not n.startswith("gold")}
+    (folder / "trials" / dense.key).mkdir()
+    (folder / "trials" / dense.key / "items.parquet").write_bytes(to_parquet(scored))
+    write_baselines(FolderStore(folder), {"alpha": replace(dense, metrics=metrics)})
     return find(read_study([folder], []))
 
 

@@ -20,7 +20,8 @@ from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.configurations import transfer
 from tune_prune.core.config import TASK_ITEMS
-from tune_prune.core.store import EXPERIMENT
+from tune_prune.core.ledger import write_about
+from tune_prune.core.store import EXPERIMENT, FolderStore
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
 
@@ -114,7 +115,7 @@ def test_tasks_and_texts_are_called_what_they_are(
     about = json.loads((path / EXPERIMENT).read_text())
     about["models"]["alpha"]["run"] |= {"model": model, "data_dir": data_dir}
     about["models"]["alpha"]["perplexity_text"] = recorded
-    (path / EXPERIMENT).write_text(json.dumps(about))
+    write_about(FolderStore(path), about)
     said = paragraphs(find(read_study([path], [])))[0]
     assert f"Perplexity is measured on {text}, in windows of" in said
     embedded = text == "the text embedded in tune_prune"

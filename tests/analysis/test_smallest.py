@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from tune_prune.analysis.tables.configurations import by_size, is_within, smalle
 from tune_prune.commands import analysis
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, put_sealed, read_baselines, write_baselines
 from tune_prune.core.store import FolderStore
 
 
@@ -32,17 +33,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     twin, with its items."""
     folder = simulated_study(tmp_path_factory.mktemp("study"), models=("alpha",), items=40)
     ledger = Ledger(FolderStore(folder))
-    records = {PruningConfig.from_dict(record.config).name: record for record in ledger.records()}
+    records = {record.config.name: record for record in ledger.records()}
     for record in records.values():
-        if record.config["seq_len"] == 16:
-            record.config["pruning_ratio"] = 0.3
-            record.metrics |= {"params_count": 70_000.0, "removed_fraction": 0.3}
-            ledger.seal(record)
+        if record.config.seq_len == 16:
+            metrics = record.metrics | {"params_count": 70_000.0, "removed_fraction": 0.3}
+            smaller = replace(record, config=replace(record.config, pruning_ratio=0.3), metrics=metrics)
+            put_sealed(FolderStore(folder), f"ledger/{record.key}.json", smaller.to_dict())
     best = max(records.values(), key=lambda record: record.metrics["acc_mean"])
-    baselines = json.loads((folder / "baseline.json").read_text())
-    baselines["alpha"]["metrics"] |= {name: v for name, v in best.metrics.items() if name.startswith("acc_")}
-    (folder / "baseline.json").write_text(json.dumps(baselines))
-    twin = folder / "trials" / baselines["alpha"]["key"]
+    dense = read_baselines(FolderStore(folder))["alpha"]
+    accuracies = {name: v for name, v in best.metrics.items() if name.startswith("acc_")}
+    write_baselines(FolderStore(folder), {"alpha": replace(dense, metrics=dense.metrics | accuracies)})
+    twin = folder / "trials" / dense.key
     twin.mkdir()
     shutil.copy(folder / "trials" / best.key / "items.parquet", twin)
     return folder
@@ -52,7 +53,7 @@ def differences(folder: Path, name: str) -> pd.Series:
     """Item by item, the scores of a trial minus those of the dense model."""
     dense = json.loads((folder / "baseline.json").read_text())["alpha"]["key"]
     records = Ledger(FolderStore(folder)).records()
-    key = next(record.key for record in records if PruningConfig.from_dict(record.config).name == name)
+    key = next(record.key for record in records if record.config.name == name)
     tables = [pd.read_parquet(folder / "trials" / one / "items.parquet") for one in (key, dense)]
     own, other = (table.set_index(["task", "doc_id"])["score"].sort_index().astype("float64") for table in tables)
     return own - other

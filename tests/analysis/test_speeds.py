@@ -17,7 +17,7 @@ from tune_prune.commands import analysis
 from tune_prune.core.speed_records import Conditions, Rounds, SpeedRecord, write_speed
 from tune_prune.core.store import FolderStore
 
-FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
+FINISHED = Path(__file__).parents[1] / "finished"
 DENSE = Rounds([2.0, 2.0, 2.0], [6.0, 6.0, 6.0])
 
 
@@ -33,7 +33,7 @@ def record(key: str, prefill: list[float], decode: list[float], at: str = "2026-
 @pytest.fixture
 def experiment(tmp_path: Path) -> Path:
     name = "tiny-llama-20-smoke-limit5"
-    return Path(shutil.copytree(FIRST_HOUSE / "storage" / name, tmp_path / name))
+    return Path(shutil.copytree(FINISHED / "storage" / name, tmp_path / name))
 
 
 def keys(findings: Findings) -> list[str]:

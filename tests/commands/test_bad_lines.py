@@ -98,7 +98,7 @@ search TINY --name WIDE : at most 100 ; 255 bytes
 search TINY --storage-path LONGER : which no file can be named by ; shorter name
 search TINY --storage-path ftp://bucket/x : ftp://b ; file://, s3://, gs://
 search TINY --storage-path s3:/bucket/x : write s3://bucket/x, or ./s3:/bucket/x
-search TINY --storage-path memory://x : memory of this process ; add --inline
+search TINY --storage-path memory://x : of a scheme that results cannot be kept on ; s3://
 search TINY --storage-path /dev/null/x : /dev/null is a file ; --storage-path
 search TINY --storage-path gone/below : gone is a link that leads nowhere ; --storage-path
 search TINY --storage-path loop/below : loop is a link that leads nowhere ; --storage-path

@@ -22,7 +22,7 @@ from tests.kept_files import ARGV, KEYS, KINDS, NAME, OF_OTHERS, READ, Finished
 from tune_prune.commands import flags, search
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import AttemptLog, Ledger, read_about, read_baselines, write_about, write_baselines
+from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_about, write_baselines
 from tune_prune.core.store import FolderStore
 from tune_prune.pruning.compensation.recovery import Recovery
 from tune_prune.tuning.preflight import make_plan
@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         assert search.main(argv) == 0
         store = FolderStore(storage / NAME)
         for record in Ledger(store).records()[:2]:  # as of workers that were killed
-            AttemptLog(store).write(replace(record, search_id=f"killed-{record.key}"), 1.5)
+            Ledger(store).note(replace(record, search_id=f"killed-{record.key}", status="running"), 1.5)
         artifacts = ArtifactStore(storage / "artifacts")
         blocks = [
             f"{name}{block}_{layer}" for name in ("", "sum_") for block in ("attention", "mlp") for layer in range(2)
@@ -163,7 +163,6 @@ OTHERWISE = {
     ("status.json", "flipped"): "unseen",
     **{("all_methods_results.csv", damage): "unseen" for damage in ("flipped", "of another", "NaN")},
     **{(kind, "folder"): "refused" for kind in (*KINDS, *OF_OTHERS)},  # nothing could be stored there
-    ("experiment.json", "unsealed"): "unseen",  # an older version has gone on; its fields are held against the keys
     # What is not there, is not known to have been, unless something speaks of it:
     **{(kind, "removed"): "to be computed again" for kind in ("ledger", "baseline.json")},
     ("passes", "removed"): "unseen",

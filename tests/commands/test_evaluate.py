@@ -36,13 +36,12 @@ from tune_prune.commands import opened as models_opened
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import parse_record
 from tune_prune.core.measures import wilson_stderr
 from tune_prune.core.records import TrialRecord
 from tune_prune.models import catalog
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.trial import kl
+from tune_prune.trial import measurements
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import run_trial
@@ -75,11 +74,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, A
 
 
 def test_the_record_is_that_of_a_dense_trial(measured: tuple[str, dict[str, Any], Path], tmp_path: Path) -> None:
-    _, values, path = measured
+    _, values, _ = measured
     protocol = EvaluationProtocol(("boolq", "piqa"), limit=20, perplexity_window=128)
     run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, protocol, 0, "float32")
     expected = run_trial(None, TrialContext.open(run, tmp_path, "cpu"))
-    record = parse_record(values, path)
+    record = TrialRecord.read(values)
     assert isinstance(record, TrialRecord) and record.status == "complete"
     assert record.key == expected.key and record.metrics == expected.metrics
     assert values["run"] == json.loads(json.dumps(run.to_dict()))
@@ -388,7 +387,7 @@ def opened(checkpoint: Path, artifacts: Path, way: Residency | None = None, dtyp
 
 def divergences(context: TrialContext, name: str = "tiny-llama") -> dict[str, float]:
     keep_all = Recipe(PruningPlan.keep_all(context.loaded.geometry))
-    found, tokens = kl.measure_kl(context, keep_all, catalog.resolve(name))
+    found, tokens = measurements.measure_kl(context, keep_all, catalog.resolve(name))
     assert tokens > 0
     return {
         f"kl_{name}{end}": value
@@ -434,7 +433,7 @@ def test_however_the_two_models_are_held(
     streamed: bool, checkpoint: Path, recorded: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint in memory and the dense model, too, as where its weights are pickled; or both in their files."""
-    monkeypatch.setattr(kl, "readable_in_place", lambda _: streamed)
+    monkeypatch.setattr(measurements, "readable_in_place", lambda _: streamed)
     assert divergences(opened(checkpoint, tmp_path, Residency(from_files=streamed))) == recorded
 
 
@@ -476,7 +475,7 @@ def test_the_dense_model_counts_in_the_plan_of_memory(checkpoint: Path, monkeypa
 def test_it_is_the_divergence_of_the_two_models_logits(checkpoint: Path, tmp_path: Path) -> None:
     """By a plain forward pass of each, on the windows of the text, in float64 behind the head."""
     own, dense = opened(checkpoint, tmp_path), open_context(tmp_path)
-    windows = kl._samples(own)["text"]
+    windows = measurements._samples(own)["text"]
     nats = []
     for window in windows:
         p, q = (
@@ -492,7 +491,7 @@ def test_another_dense_model_is_another_measurement(small: Path, recorded: dict[
     assert divergences(context) == recorded
     assert divergences(context, str(small)) == pytest.approx(dict.fromkeys(METRICS, 0.0), abs=1e-6)
     keep_all = Recipe(PruningPlan.keep_all(context.loaded.geometry))
-    again, tokens = kl.measure_kl(context, keep_all, DENSE)
+    again, tokens = measurements.measure_kl(context, keep_all, DENSE)
     assert (again["text"].mean, tokens) == (recorded["kl_text"], 0)
     assert isinstance(context.artifacts, ArtifactStore)
 

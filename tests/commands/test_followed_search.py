@@ -63,7 +63,7 @@ def test_every_line_of_the_log_is_an_event(followed: tuple[Path, list[dict[str, 
     assert events[1]["trials"] == {"tiny-llama": 1} and events[1]["recorded"] == 0
     (record,) = Ledger(FolderStore(folder)).records()
     stages = [event for event in events if event["event"] == "stage"]
-    assert [stage["stage"] for stage in stages] == [stage["stage"] for stage in record.stages]
+    assert [stage["stage"] for stage in stages] == [stage.stage for stage in record.stages]
     ended = events[-2]
     assert (ended["key"], ended["status"], ended["failure"]) == (record.key, "complete", "")
     assert ended["metrics"] == record.metrics and events[-1]["trials"] == {"complete": 1}

@@ -114,7 +114,7 @@ def test_a_trial_of_a_worker_that_has_not_measured_the_dense_model(tmp_path: Pat
     trial = Trial(RANDOM, TrialContext.open(run, tmp_path / "cache", "cpu"))
     with pytest.raises(NotFinite, match=f"its weight {EMBEDDING} holds NaN"):
         list(trial.stages())
-    assert trial.progress.reports == ()
+    assert trial.record.stages == []
 
 
 def test_it_is_not_pruned(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -154,30 +154,14 @@ def test_a_record_that_comes_late_replaces_none(searched: Searched) -> None:
     assert ledger.write(late) == record == ledger.read(record.key)
 
 
-def test_a_search_in_memory(searched: Searched, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*searched.argv, "--storage-path", "memory://results"]
-    assert search.main(argv) == 0
-    assert tune_prune.load_results("memory://results/one").best.equals(tune_prune.load_results(searched.folder).best)
-    told = capsys.readouterr().out
-    assert "the results end with this process" in told
-    assert not [name for name in ("curves", "report", "keep") if f"\n{name} " in told]
-    assert search.main([flag for flag in argv if flag != "--inline"]) == 2
-    assert "the memory of this process, which no worker of Ray sees; add --inline" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("main", "argv", "sentence"),
     [
-        (
-            search.main,
-            ["--save-best", "--storage-path", "memory://x"],
-            "and memory://x/tiny-llama-20-smoke is none; name a folder with --storage-path\n",
-        ),
         (search.main, ["--storage-path", "s3://no-such-bucket/x"], "there is no s3://no-such-bucket; create it"),
         (search.main, ["--storage-path", "hdfs://host/x"], "of a scheme that results cannot be kept on"),
         (prune.main, ["--output", "s3://bucket/model", "--config", "x"], "is no folder, which a checkpoint is"),
-        (analysis.main, ["memory://x", "--output", "s3://bucket/out"], "is no folder; name one"),
-        (analysis.main, ["memory://nothing-here"], "memory://nothing-here is not an experiment"),
+        (analysis.main, ["s3://bucket/x", "--output", "s3://bucket/out"], "is no folder; name one"),
+        (analysis.main, ["s3://nothing-here"], "s3://nothing-here is not an experiment"),
     ],
 )
 def test_what_is_refused(

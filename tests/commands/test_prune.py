@@ -33,6 +33,8 @@ from tune_prune.checkpoint.manifest import IDS_ALONE, MANIFEST
 from tune_prune.checkpoint.manifest import read as read_manifest
 from tune_prune.commands import evaluate, prune, search, speed
 from tune_prune.core.config import EMBEDDED_DATA, EvaluationProtocol, ModelRun
+from tune_prune.core.ledger import write_about
+from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
@@ -103,7 +105,7 @@ def test_a_saved_best_model_gives_the_searchs_numbers_back(searched: Searched, l
     for _ in trial.stages():
         pass
     record = read(searched.folder / "ledger" / f"{best['key']}.json")
-    assert trial.progress.metrics["ppl"] == record["metrics"]["ppl"]
+    assert trial.record.metrics["ppl"] == record["metrics"]["ppl"]
     rows = pyarrow.parquet.read_table(searched.folder / best["output_dir"] / "items.parquet").to_pylist()
     then = {(row["task"], row["doc_id"]): (row["acc"], row["acc_norm"], tuple(row["loglikelihoods"])) for row in rows}
     now = {(item.task, item.doc_id): (item.acc, item.acc_norm, item.loglikelihoods) for item in trial.items}
@@ -284,7 +286,7 @@ def test_a_damaged_plan_is_computed_again(
     assert layers == plan["layers"]
 
 
-FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
+FINISHED = Path(__file__).parents[1] / "finished"
 FLAGS = ("--method", "taylor", "--seq-len", "16", "--num-samples", "8")
 
 
@@ -447,12 +449,20 @@ def test_a_file_that_is_no_result_of_a_search(
     assert word in sentence("--config", path, "--output", tmp_path / "out")
 
 
+def moved_from(experiment: Path, folder: Path) -> None:
+    """Let the experiment say that its model was in `folder`."""
+    texts = [
+        (experiment / name).read_text().replace('"model": "tiny-llama"', f'"model": "{folder}"')
+        for name in ("experiment.json", "global_best_config.json")
+    ]
+    write_about(FolderStore(experiment), json.loads(texts[0]))
+    (experiment / "global_best_config.json").write_text(texts[1])
+
+
 def test_a_dense_model_that_has_moved_is_asked_for(refused: Callable[..., str], tmp_path: Path) -> None:
     """By both commands that take a search's model up again."""
-    experiment = Path(shutil.copytree(FIRST_HOUSE / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
-    for name in ("experiment.json", "global_best_config.json"):
-        text = (experiment / name).read_text()
-        (experiment / name).write_text(text.replace('"model": "tiny-llama"', f'"model": "{tmp_path / "gone"}"'))
+    experiment = Path(shutil.copytree(FINISHED / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
+    moved_from(experiment, tmp_path / "gone")
     for main, more in ((prune.main, ("--output", tmp_path / "out")), (speed.main, ())):
         assert (
             f"tiny-llama, the model that was searched, is not where it was (model folder {tmp_path / 'gone'} does not "
@@ -466,12 +476,10 @@ def test_a_dense_model_that_has_moved_is_asked_for(refused: Callable[..., str], 
 def test_a_dense_model_that_is_refused_where_it_was_keeps_its_sentence(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
-    experiment = Path(shutil.copytree(FIRST_HOUSE / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
+    experiment = Path(shutil.copytree(FINISHED / "storage" / "tiny-llama-20-smoke-limit5", tmp_path / "experiment"))
     folder = shutil.copytree(embedded.model_dir("tiny-llama"), tmp_path / "model")
     (folder / "adapter_config.json").write_text("{}")
-    for name in ("experiment.json", "global_best_config.json"):
-        text = (experiment / name).read_text()
-        (experiment / name).write_text(text.replace('"model": "tiny-llama"', f'"model": "{folder}"'))
+    moved_from(experiment, folder)
     for main, more in ((prune.main, ("--output", tmp_path / "out")), (speed.main, ())):
         told = refused(main, "--config", experiment, *more)
         assert "adapter_config.json" in told and "move that file away" in told and "not where it was" not in told

@@ -20,7 +20,7 @@ from tune_prune.commands import speed
 from tune_prune.core.speed_records import SpeedRecord, newest_conditions, readable_speeds, relative
 from tune_prune.core.store import FolderStore
 
-FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
+FINISHED = Path(__file__).parents[1] / "finished"
 SHORT = ("--prompt-tokens", "8", "--new-tokens", "2", "--device", "cpu")
 # Seconds of each round's turns, the warm-up first: prefill and decode of the dense model, then of the pruned one
 ROUNDS = [(9.0, 9.0, 9.0, 9.0), (4.0, 8.0, 2.0, 8.0), (8.0, 8.0, 2.0, 4.0), (6.0, 12.0, 6.0, 10.0)]
@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 @pytest.fixture
 def experiment(tmp_path: Path) -> Path:
     name = "tiny-llama-20-smoke-limit5"
-    return Path(shutil.copytree(FIRST_HOUSE / "storage" / name, tmp_path / name))
+    return Path(shutil.copytree(FINISHED / "storage" / name, tmp_path / name))
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_checkpoint_beside_its_dense_model(
     tmp_path: Path, printed: Callable[..., str], clock: Callable[[], int]
 ) -> None:
     record = tmp_path / "speed.json"
-    argv = ("--model", FIRST_HOUSE / "pruned", *SHORT, "--repeats", "3", "--output", record)
+    argv = ("--model", FINISHED / "pruned", *SHORT, "--repeats", "3", "--output", record)
     for _ in range(2):  # its own record is replaced
         out = printed(speed.main, *argv)
     assert re.search(r"^original +4 +1\.00x +0\.25 +1\.00x ", out.replace("1.33", "4"), re.MULTILINE), out
@@ -164,7 +164,7 @@ def test_what_cannot_be_measured_is_one_sentence(
     assert "--all is for --config" in sentence("--model", "tiny-llama", "--all")
     assert "--model alpha is not in" in sentence("--config", experiment, "--model", "alpha")
     assert "is not a folder" in sentence("--config", tmp_path / "nowhere")
-    assert "holds no all_methods_results.csv" in sentence("--config", FIRST_HOUSE / "pruned")
+    assert "holds no all_methods_results.csv" in sentence("--config", FINISHED / "pruned")
     (tmp_path / "other.json").write_text("{}")
     told = sentence("--model", "tiny-llama", "--output", tmp_path / "other.json")
     assert "no record of a speed" in told

@@ -25,7 +25,7 @@ from tune_prune.commands import search, status
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.core.ledger import Ledger, PassLog
+from tune_prune.core.ledger import Ledger, write_about, write_pass
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import BASELINES, EXPERIMENT, STATUS, FolderStore
 from tune_prune.tuning.observers.status import StatusObserver, ended
@@ -117,9 +117,9 @@ def test_the_cost_of_a_pass_that_cannot_be_read_is_a_line_and_the_others_count(e
     ledger = Ledger(FolderStore(experiment))
     record = next(record for record in ledger.records() if record.status == "failed")
     ledger.write(replace(record, resources={"gpu": 0.5}))  # passes run on a trial's share
-    passes, hours = PassLog(FolderStore(experiment)), status.read(FolderStore(experiment), NOW)["gpu_hours"]
+    store, hours = FolderStore(experiment), status.read(FolderStore(experiment), NOW)["gpu_hours"]
     for _ in range(2):
-        passes.write({"model": "alpha"}, StageReport("gradients", duration_s=7200.0))
+        write_pass(store, {"model": "alpha"}, StageReport("gradients", duration_s=7200.0))
     (one, other) = (experiment / "passes").glob("*.json")
     one.write_text("{")
     found = status.read(FolderStore(experiment), NOW)
@@ -132,7 +132,7 @@ def test_the_best_is_that_by_the_objective_of_the_search(experiment: Path) -> No
     records = Ledger(FolderStore(experiment)).records()
     for objective, best in (("accuracy", "acc_mean"), ("perplexity", "ppl"), ("of no version", "acc_mean")):
         about["settings"] = {**(about.get("settings") or {}), "objective": objective}
-        (experiment / EXPERIMENT).write_text(json.dumps(about))
+        write_about(FolderStore(experiment), about)
         found = status.read(FolderStore(experiment), NOW)["models"]["alpha"]
         chosen = (min if best == "ppl" else max)(
             (record for record in records if record.model == "alpha" and record.status == "complete"),
@@ -145,7 +145,7 @@ def test_the_best_is_that_by_the_objective_of_the_search(experiment: Path) -> No
 def change(folder: Path, name: str, accuracy: float = 0.5, status: Any = "complete", **metrics: float) -> None:
     """Give that trial of alpha another record: one accuracy of all tasks but for `metrics`."""
     ledger = Ledger(FolderStore(folder))
-    record = next(r for r in ledger.records() if r.model == "alpha" and PruningConfig.from_dict(r.config).name == name)
+    record = next(r for r in ledger.records() if r.model == "alpha" and r.config.name == name)
     found = record.metrics | {f"acc_{task}": accuracy for task in ZERO_SHOT_TASKS} | metrics
     found["acc_mean"] = float(np.mean([found[f"acc_{task}"] for task in ZERO_SHOT_TASKS]))
     ledger.path(record.key).unlink()  # a finished record is never replaced
@@ -194,13 +194,13 @@ def test_what_is_done_is_counted_among_what_is_planned(experiment: Path) -> None
     keys = about["models"]["alpha"]["trial_keys"]
     one = dict([next(iter(keys.items()))])
     about["models"] = {"alpha": {**about["models"]["alpha"], "trial_keys": one}, "beta": about["models"]["beta"]}
-    (experiment / EXPERIMENT).write_text(json.dumps(about))
+    write_about(FolderStore(experiment), about)
     found = status.read(FolderStore(experiment), NOW)
     assert (found["trials"]["planned"], found["trials"]["done"], found["trials"]["earlier"]) == (19, 19, 17)
     assert sum(found["trials"][state] for state in ("complete", "stopped_early", "failed")) == 19
     assert " 1 failed; and 17 of earlier starts" in status.text(found)
     about["models"]["alpha"]["trial_keys"] = keys
-    (experiment / EXPERIMENT).write_text(json.dumps(about | {"search": "optuna", "num_trials": 1}))
+    write_about(FolderStore(experiment), about | {"search": "optuna", "num_trials": 1})
     assert "36 of 36 done" in status.text(status.read(FolderStore(experiment), NOW))
 
 
@@ -234,7 +234,6 @@ def test_a_damaged_status_is_a_line_and_the_rest_counts(experiment: Path, values
     [
         {"models": {"alpha": {"trial_keys": None}}},
         {"search": "optuna", "num_trials": "9"},
-        {"checksum": "0" * 64},
         None,
     ],
 )
@@ -245,7 +244,7 @@ def test_what_describes_the_experiment_is_whole_or_refused(
     if changes is None:
         path.unlink()
     else:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        write_about(FolderStore(experiment), json.loads(path.read_text()) | changes)
     assert search.main(["--status", str(experiment)]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith("error: ") and output.err.count("\n") == 1
@@ -287,7 +286,7 @@ def test_the_file_follows_the_search(observer: StatusObserver, tmp_path: Path) -
     observer.on_end(job, None)
     found = told(tmp_path, lambda found: len(found["running"]) == 1)
     assert (found["state"], found["pid"], found["done"], found["total"]) == ("running", os.getpid(), 1, 3)
-    assert found["running"][0]["after_stage"] == "perplexity" and found["running"][0]["host"] == message.progress.host
+    assert found["running"][0]["after_stage"] == "perplexity" and found["running"][0]["host"] == message.record.host
     observer.on_error(SPEC, stage_message("k0", status="failed"), RuntimeError())
     assert told(tmp_path, lambda found: found["done"] == 2)["failed"] == 1
     observer.on_tick(0)  # nothing went wrong

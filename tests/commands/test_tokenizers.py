@@ -81,7 +81,7 @@ def test_a_search_says_that_its_answers_stand_behind_eos_and_asks_lm_eval_once(
     (trial,), dense = Ledger(store).records(), read_baselines(store)["m"]
     for record in (trial, dense):
         assert record.metrics["items_after_eos"] == 6 and record.notes[0].startswith(note)
-    tokens = sum(stage["tokens"] for one in (trial, dense) for stage in one.stages if stage["stage"] == "zero_shot")
+    tokens = sum(stage.tokens for one in (trial, dense) for stage in one.stages if stage.stage == "zero_shot")
     assert re.search(rf"^zero-shot +2 +{tokens:,} ", plan, re.MULTILINE)
     found = tune_prune.load_results(tmp_path / "r" / "one")
     assert found.findings.models["m"].warnings[0].kind == "items_after_eos"

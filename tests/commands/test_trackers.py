@@ -15,7 +15,7 @@ from tests.trial_messages import stage_message
 from tests.trials import RUN
 from tune_prune.commands import analysis, search
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, put_sealed, write_about
 from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.tuning.observers import tracking
 from tune_prune.tuning.observers.tracking import TrackingObserver
@@ -49,7 +49,7 @@ def test_the_ledger_as_optuna_studies(experiment: Path, tmp_path: Path, capsys: 
     for trial in study.trials:
         record = records[trial.user_attrs["key"]]
         assert {name: trial.params[name] for name in ("method", "seq_len", "num_samples")} == {
-            name: record.config[name] for name in ("method", "seq_len", "num_samples")
+            name: getattr(record.config, name) for name in ("method", "seq_len", "num_samples")
         }
         if record.status == "complete":
             assert trial.value == record.metrics["acc_mean"] and trial.user_attrs["ppl"] == record.metrics["ppl"]
@@ -74,9 +74,13 @@ def test_the_study_of_a_search_with_another_objective(
     for record in ledger.records():
         if record.status == "complete":
             kl = {"kl_text": 2.0, "kl_tasks": record.metrics["acc_mean"]}
-            ledger.seal(replace(record, metrics=record.metrics | kl))
+            put_sealed(
+                FolderStore(experiment),
+                f"ledger/{record.key}.json",
+                replace(record, metrics=record.metrics | kl).to_dict(),
+            )
     about = json.loads((experiment / EXPERIMENT).read_text())
-    (experiment / EXPERIMENT).write_text(json.dumps(about | {"settings": {"objective": objective}}))
+    write_about(FolderStore(experiment), about | {"settings": {"objective": objective}})
     assert analysis.main([str(experiment), "--export-study", str(tmp_path / "study.db")]) == 0
     study = optuna.load_study(study_name="alpha", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert (study.direction.name, study.metric_names) == ("MINIMIZE", [metric])
@@ -90,7 +94,9 @@ def test_the_study_of_a_search_with_another_objective(
 def test_a_stopped_trial_is_pruned_where_it_was(experiment: Path, tmp_path: Path) -> None:
     ledger = Ledger(FolderStore(experiment))
     stopped = next(record for record in ledger.records() if record.status == "stopped_early")
-    ledger.seal(replace(stopped, metrics={"acc_mean": 0.4}))
+    put_sealed(
+        FolderStore(experiment), f"ledger/{stopped.key}.json", replace(stopped, metrics={"acc_mean": 0.4}).to_dict()
+    )
     assert analysis.main([str(experiment), "--export-study", str(tmp_path / "study.db")]) == 0
     study = optuna.load_study(study_name=stopped.model, storage=f"sqlite:///{tmp_path / 'study.db'}")
     (pruned,) = (trial for trial in study.trials if trial.state.name == "PRUNED")

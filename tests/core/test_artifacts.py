@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import uuid
 from importlib import metadata
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import canonical_json, library_versions, public
-from tune_prune.core.object_storage import NodeCachedStore
-from tune_prune.core.store import ObjectPath
 
 KEY = {"model": "abc", "seq_len": 16, "nested": {"b": 1, "a": [1, 2]}}
 ARRAYS = {"scores": np.linspace(0, 1, 50), "empty": np.empty((0, 3)), "odd": np.array([np.nan, np.inf, -0.0])}
@@ -115,22 +112,16 @@ def test_a_damaged_file_is_said_to_be_damaged_and_written_anew(store, caplog, ki
     assert store.get("importance", KEY, dict)["scores"].tobytes() == ARRAYS["scores"].tobytes()
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_machine_asks_again_where_its_copy_is_not_enough(tmp_path, monkeypatch, caplog, damaged):
-    place, machines = ObjectPath(f"memory://{uuid.uuid4().hex}/artifacts"), []
-    for name in ("here", "there"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-        machines.append(ArtifactStore(place))
-        machines[-1]._store = NodeCachedStore(place)
-    here, there = machines
-    for count in (2, 4):
-        there.put("fisher", KEY, {"losses": np.ones(count)})
-        assert len(here.get("fisher", KEY, dict)["losses"]) == 2  # of the copy, at the second time
-    for copy in (tmp_path / "here").rglob("*.npz"):
-        copy.write_bytes(copy.read_bytes()[damaged:])
-    assert here.get("fisher", KEY, lambda found: found if len(found["losses"]) > 2 else None) is not None
-    assert len(here.get("fisher", KEY, dict)["losses"]) == 4 and not caplog.text
-    assert here.get("fisher", KEY, lambda found: None) is None and not caplog.text
+def test_what_is_wrong_with_the_command_is_no_damage(store, caplog):
+    """A reader's UserError, such as a task file that is missing, is told, and nothing is computed again for it."""
+
+    def read(found):
+        raise UserError("no such task; correct --tasks")
+
+    store.put("suite", KEY, ARRAYS)
+    with pytest.raises(UserError, match="no such task"):
+        store.get("suite", KEY, read)
+    assert not caplog.text
 
 
 def test_a_pickle_in_an_artifact_is_not_run(store, tmp_path):
@@ -163,7 +154,6 @@ def whole(**changes):
 
 OTHERS = {
     "of another key": whole(key=np.array(canonical_json(WHOLE_KEY | {"seq_len": 17}))),
-    "of an older version": whole(key=np.array(canonical_json(KEY))),
     "without a kind": {name: array for name, array in whole().items() if name != "kind"},
     "of another kind": whole(kind=np.array("input_norms")),
     "without a key": {name: array for name, array in whole().items() if name != "key"},

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from tests.s3_server import Server, forget_clients
-from tests.store_contract import BetweenProcesses, LeaseContract
+from tests.store_contract import StoreContract
 from tune_prune.core import object_storage
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.object_storage import NodeCachedStore
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.storage import StorageError
-from tune_prune.core.store import ObjectPath, Store, open_store
+from tune_prune.core.store import Store, open_store
 
 
-class TestS3(BetweenProcesses, LeaseContract):
+class TestS3(StoreContract):
     def test_records_are_read_at_once(self, store: Store) -> None:
         ledger = Ledger(store)
-        config = {"method": "taylor", "seq_len": 16, "num_samples": 8}
+        config = PruningConfig("taylor", 16, 8)
         records = [TrialRecord(f"{number:02d}", "m", config, "failed") for number in range(20)]
         for record in records:
             ledger.write(record)
-        store.put("ledger/07.json", "{")
+        store.put("ledger/07.failed.json", "{")
         found, damaged = ledger.readable()
         assert found == [record for record in records if record.key != "07"]
-        assert [error.path for error in damaged] == [store.path("ledger/07.json")]
+        assert [error.path for error in damaged] == [store.path("ledger/07.failed.json")]
 
     @pytest.fixture
     def store(self, s3: Server) -> Store:
@@ -121,46 +125,74 @@ class TestS3(BetweenProcesses, LeaseContract):
         with pytest.raises(StorageError, match=r"does not know conditional writes"):
             store.check_writable()
 
-    def test_who_was_killed_while_it_looked_leaves_nothing(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its object goes with a later start; not that of one that looks at the same time."""
-        monkeypatch.setattr(store, "remove", lambda name: None)
-        store.check_writable()
-        monkeypatch.undo()
-        store.put(".writable-of-an-older-version", "first")
-        store.put("a", "kept")
-        kept = {".writable-of-an-older-version", "a"}
-        (young,) = set(store._listed("", "file")) - kept
-        store.check_writable()
-        assert set(store._listed("", "file")) == {young, "a"}
-        monkeypatch.setattr(object_storage, "LEFT_S", -1.0)
-        store.check_writable()
-        assert store._listed("", "file") == ["a"]
+    @pytest.fixture
+    def ignored(self) -> Iterator[None]:
+        """As what a shell starts in the background ignores the first."""
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    def test_a_machine_keeps_no_state_of_what_goes_on_elsewhere(
-        self, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    @pytest.mark.usefixtures("ignored")
+    @pytest.mark.parametrize(
+        ("heard", "end"),
+        [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+    )  # the last is Ray's
+    def test_who_could_not_renew_leaves(
+        self, store: Store, short_lease: float, heard: signal.Signals, end: type[BaseException]
     ) -> None:
-        machines = []
-        for name in ("one", "other"):
-            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-            machines.append(NodeCachedStore(ObjectPath(store.folder)))
-        one, other = machines
-        for kind in ("recovery_state", "removal"):
-            name = f"{kind}-0123456789abcdef.npz"
-            one.put(name, b"step 300")
-            assert other.get(name) == b"step 300"
-            other.put(name, b"step 800")
-            assert one.get(name) == b"step 800"
-            other.remove(name)
-            assert one.get(name) is None and one.get_anew(name) is None
+        def hear(*_: object) -> None:
+            raise end
 
-    def test_a_machine_keeps_what_never_changes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        one, other = (NodeCachedStore(ObjectPath(store.folder)) for _ in range(2))
-        one.put("a.npz", b"abc")
-        assert store.get("a.npz") == b"abc"
-        store.put("b.npz", b"def")
-        assert one.get("b.npz") == b"def" and one.get("never") is None
-        for name in ("a.npz", "b.npz"):
-            store.remove(name)  # so that they can only come from here
-        assert (other.get("a.npz"), other.get("b.npz")) == (b"abc", b"def")
-        monkeypatch.setattr(object_storage, "MAX_BYTES", 3)
-        assert NodeCachedStore(ObjectPath(store.folder)).get("a.npz") is None and other.get("b.npz") == b"def"
+        signal.signal(heard, hear)
+
+        def work() -> None:
+            with store.lock():
+                store.within(".lock").put("00000009.json", '{"given_back": true}')
+                time.sleep(5 * short_lease)
+                pytest.fail("two searches run on one experiment")
+
+        with pytest.raises(UserError, match=r"another search has taken over .* nothing recorded is lost"):
+            work()
+        with store.lock():  # the other one's is given back
+            assert store.within(".lock").names() == ["00000010.json"]
+
+    @pytest.mark.usefixtures("ignored")
+    def test_who_is_complete_without_its_lock_says_so(
+        self, store: Store, short_lease: float, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with store.lock():
+            store.within(".lock").put("00000009.json", '{"given_back": true}')
+            time.sleep(short_lease / 2)
+        assert "has taken over" in caplog.text and "this one is complete" in caplog.text
+        assert store.within(".lock").names()[-1] == "00000009.json"  # which is not given back by this one
+
+    def test_a_renewal_that_fails_unexpectedly_is_told_and_tried_again(
+        self, store: Store, short_lease: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with store.lock(), monkeypatch.context() as patched:
+            first = store.within(".lock").get("00000001.json")
+            patched.setattr(object_storage._Lease, "_newest", lambda _: 1 // 0)
+            time.sleep(short_lease / 2)
+            assert store.within(".lock").get("00000001.json") == first
+            patched.undo()
+            time.sleep(short_lease / 2)
+            assert store.within(".lock").get("00000001.json") != first
+        assert "was not renewed" in caplog.text and "ZeroDivisionError" in caplog.text
+
+    def test_of_two_that_find_it_free_one_gets_it(self, store: Store, short_lease: float) -> None:
+        def hold(number: int) -> bool:
+            try:
+                with store.lock():
+                    time.sleep(2 * short_lease)
+            except UserError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(3) as pool:
+            assert sorted(pool.map(hold, range(3))) == [False, False, True]
+
+    def test_what_is_no_lock_is_named(self, store: Store) -> None:
+        store.within(".lock").put("00000001.json", "later")
+        with pytest.raises(UserError, match=r"00000001\.json is no lock of a search; delete it"), store.lock():
+            pytest.fail("held")

@@ -1,4 +1,4 @@
-"""Stores in a folder and in memory: the contract, and what each of them has of its own; and the places that name them."""
+"""A store in a folder: the contract, and what it has of its own; and the places that name stores."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import pickle
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.store_contract import BetweenProcesses, LeaseContract
-from tune_prune.core import files, object_storage
+from tests.store_contract import StoreContract
+from tune_prune.core import files
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.store import FolderStore, Store, location, open_store
 
 
-class TestFolder(BetweenProcesses):
+class TestFolder(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> FolderStore:
         return FolderStore(tmp_path / "results")
@@ -76,24 +75,12 @@ class TestFolder(BetweenProcesses):
         )
 
 
-class TestMemory(LeaseContract):
-    @pytest.fixture
-    def store(self) -> Store:
-        return open_store(f"memory://{uuid.uuid4().hex}/results")
-
-    @pytest.fixture
-    def holder(self, store: Store, short_lease: float) -> Iterator[int]:
-        """No other process sees it."""
-        with store.lock():
-            yield os.getpid()
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (
             "hdfs://host/x",
-            r"hdfs://host/x is of a scheme that results cannot be kept on; .* file://, s3://, gs://, memory://",
+            r"hdfs://host/x is of a scheme that results cannot be kept on; .* file://, s3://, gs://",
         ),
         ("s3://", r"names no bucket; write e\.g\. s3://bucket/prefix"),
         ("file://x", r"with three slashes"),
@@ -150,16 +137,3 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(files.os, "link", link)
     store = FolderStore(tmp_path)
     assert store.put_new("a", "first") and not store.put_new("a", "second") and store.get("a") == b"first"
-
-
-def test_a_node_s_cache_is_trimmed_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that goes between the listing and the look at it, one that is being written, one that cannot be removed."""
-    for name in ("a.npz", "b.npz", ".c.npz.0f.tmp"):
-        (tmp_path / name).write_bytes(b"abc")
-    (tmp_path / "gone.npz").symlink_to(tmp_path / "no file")
-    (tmp_path / "folder").mkdir()
-    os.utime(tmp_path / "folder", (0, 0))
-    monkeypatch.setattr(object_storage, "MAX_BYTES", 0)
-    object_storage._trim(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".c.npz.0f.tmp", "folder", "gone.npz"]
-    object_storage._trim(tmp_path / "never written")

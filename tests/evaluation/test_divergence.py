@@ -153,7 +153,7 @@ def test_a_trial_measures_it_once_and_keeps_the_dense_states(tmp_path):
     loaded = context.loaded
     tokens = context.perplexity_tokens[: math.ceil(len(context.perplexity_tokens) / 16)].split(128)
     expected = by_hand(loaded.model, prune(loaded.model, loaded.family, trial.plan), tokens)
-    metrics = trial.progress.metrics
+    metrics = trial.record.metrics
     assert metrics["kl_text"] == pytest.approx(expected.mean(), abs=1e-6)
     sums = [(part - expected.mean()).sum() for part in np.split(expected, range(128, len(expected), 128))]
     stderr = math.sqrt(len(sums) / (len(sums) - 1) * np.square(sums).sum()) / len(expected)

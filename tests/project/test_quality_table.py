@@ -17,7 +17,7 @@ from quality_table import Losses, main, markdown, regained
 
 from tune_prune.commands import search
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.ledger import Ledger, PassLog, write_about
+from tune_prune.core.ledger import Ledger, read_passes, write_about, write_pass
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import open_store
 
@@ -84,7 +84,7 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for measure in ("kl_text", "kl_tasks", "gold_logprob_mean"):
         assert refitted[f"{measure}_regained"] == pytest.approx(1 - refitted[measure] / base[measure])
     records = [json.loads(path.read_text()) for path in (tmp_path / "one" / "ledger").glob("*.json")]
-    passes = {one.get("seed"): one["duration_s"] for one in PassLog(open_store(tmp_path / "one")).read()}
+    passes = {one.get("seed"): one["duration_s"] for one in read_passes(open_store(tmp_path / "one"))}
     assert len(passes) == 2  # one of each draw, before the trials
     for name, compensation, recovery in (
         ("taylor-s16-n8", "none", "none"),
@@ -196,11 +196,11 @@ def record(
     store = open_store(folder)
     write_about(store, {"models": {"m": {"geometry": {"mlp_width": [40, 40], "total_params": 1}}}})
     parts = {"pruning": (2.0, 0), "zero_shot": (100.0, 500)} | stages
-    made = [{"stage": stage, "duration_s": seconds, "tokens": tokens} for stage, (seconds, tokens) in parts.items()]
-    Ledger(store).write(TrialRecord(key, "m", PruningConfig(**config).to_dict(), "complete", stages=made))
+    made = [StageReport(stage, seconds, tokens=tokens) for stage, (seconds, tokens) in parts.items()]
+    Ledger(store).write(TrialRecord(key, "m", PruningConfig(**config), "complete", stages=made))
     for one in passes:
         about = {name: value for name, value in one.items() if name not in ("stage", "duration_s", "tokens")}
-        PassLog(store).write(about, StageReport(one["stage"], one["duration_s"], tokens=one["tokens"]))
+        write_pass(store, about, StageReport(one["stage"], one["duration_s"], tokens=one["tokens"]))
 
 
 def test_the_reference_of_each_model_is_in_both_tables_and_old_rows_have_no_seconds() -> None:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.pruning.test_selection import cost_of, geometry, one_sentence, removing, scores
 from tests.trials import BLOCKWISE, open_context
-from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
 from tune_prune.models.families import FAMILIES
@@ -330,8 +329,8 @@ def test_a_trial_prunes_to_its_shape_and_records_it(shape: str, tmp_path: Path) 
     context = open_context(tmp_path / "artifacts")
     config = replace(BLOCKWISE, method="taylor", shape=shape)
     record = run_trial(config, context, FolderStore(tmp_path / "trial"))
-    assert record.status == "complete" and PruningConfig.from_dict(record.config) == config
-    assert record.config["shape"] == shape and record.key == context.key(config) != context.key(
+    assert record.status == "complete" and record.config == config
+    assert record.config.shape == shape and record.key == context.key(config) != context.key(
         replace(config, shape="free")
     )
     assert_shape(tmp_path / "trial", shape, 64)

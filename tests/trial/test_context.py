@@ -28,6 +28,7 @@ from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.measurements import measure_items, measure_perplexity
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.statistics import StatisticCache, needs_of
 from tune_prune.trial.trial import Trial, prepare, run_trial
@@ -66,7 +67,7 @@ def tokens_of(context: TrialContext, samples: Samples, needs: list[Need]) -> int
 def test_a_second_trial_finds_the_statistics_and_the_same_numbers(fresh):
     first = run_trial(BLOCKWISE, fresh)
     again = run_trial(BLOCKWISE, fresh)
-    assert [stage["tokens"] for stage in again.stages[:2]] == [0, 0]
+    assert [stage.tokens for stage in again.stages[:2]] == [0, 0]
     assert again.metrics == first.metrics and again.key == first.key
     other = Trial(replace(BLOCKWISE, method="taylor", pruning_ratio=0.3), fresh)
     stages = other.stages()
@@ -170,7 +171,7 @@ def test_a_trial_takes_nothing_that_other_versions_have_computed(fresh, monkeypa
 
     def tokens() -> dict[str, int]:
         stages = run_trial(BLOCKWISE, TrialContext(run, fresh.loaded, fresh.artifacts)).stages
-        return {name: sum(one["tokens"] for one in stages if one["stage"] == name) for name in FORWARDED}
+        return {name: sum(one.tokens for one in stages if one.stage == name) for name in FORWARDED}
 
     first = tokens()
     assert all(first.values()) and not any(tokens().values())
@@ -317,7 +318,7 @@ def test_the_first_trial_at_a_seq_len_computes_what_its_neighbours_need(fresh):
 
 
 def measured(record: TrialRecord) -> list[int]:
-    return [stage["tokens"] for stage in record.stages if stage["stage"] in ("kl", "perplexity", "zero_shot")]
+    return [stage.tokens for stage in record.stages if stage.stage in ("kl", "perplexity", "zero_shot")]
 
 
 def test_removing_nothing_is_the_baseline(fresh):
@@ -337,12 +338,12 @@ def test_bounded_tokens_are_the_first_of_the_text_and_another_measurement(fresh)
     bounded = TrialContext(run, fresh.loaded, fresh.artifacts)
     plan = Recipe(PruningPlan.keep_all(fresh.loaded.geometry))
     whole = fresh.loaded.model
-    result, tokens = bounded.measure_perplexity(plan)
+    result, tokens = measure_perplexity(bounded, plan)
     direct = perplexity.perplexity(whole, fresh.perplexity_tokens[:300], fresh.perplexity_window)
     assert result == direct and tokens == 300 - 3  # windows of 128, 128 and 44
-    assert fresh.measure_perplexity(plan)[1] > 20_000 and bounded.measure_perplexity(plan) == (direct, 0)
+    assert measure_perplexity(fresh, plan)[1] > 20_000 and measure_perplexity(bounded, plan) == (direct, 0)
     assert bounded.key(BLOCKWISE) != fresh.key(BLOCKWISE)
-    assert bounded.item_scores(plan, 0)[1] > 0 and fresh.item_scores(plan, 0)[1] == 0  # the items are the same
+    assert measure_items(bounded, plan, 0)[1] > 0 and measure_items(fresh, plan, 0)[1] == 0  # the items are the same
 
 
 def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_path):
@@ -351,7 +352,7 @@ def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_p
     same_plan = Trial(replace(BLOCKWISE, method="taylor", removal_divisor=4), fresh)
     for _ in same_plan.stages():
         pass
-    two = same_plan.progress.record("complete")
+    two = same_plan.record
     assert one.key != two.key and sum(measured(one)) > 25_000 and not any(measured(two))
     assert two.metrics == one.metrics
     other = run_trial(replace(BLOCKWISE, method="taylor", pruning_ratio=0.3), fresh)
@@ -366,7 +367,7 @@ def test_an_interrupted_trial_goes_on_where_it_was(context, fresh):
             break
     again = run_trial(BLOCKWISE, fresh)
     done = ["importance", "removal", "kl", "perplexity", "zero_shot"]
-    assert [stage["tokens"] for stage in again.stages if stage["stage"] in done][:5] == [0, 0, 0, 0, 0]
+    assert [stage.tokens for stage in again.stages if stage.stage in done][:5] == [0, 0, 0, 0, 0]
     assert measured(again)[:3] == [0, 0, 0] and sum(measured(again)) > 0
     assert again.metrics == whole.metrics
 

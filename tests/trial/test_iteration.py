@@ -12,6 +12,7 @@ import tune_prune
 from tests.trials import RUN, open_context, with_empty_cache
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.records import TrialRecord
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import refit
@@ -38,7 +39,7 @@ def context(tmp_path_factory) -> TrialContext:
 
 def made(config: PruningConfig, context: TrialContext) -> tuple[PruningPlan, list[tuple[str, int]], Trial]:
     """The plan of a trial that only prunes, stage and tokens of each of its reports, and the trial."""
-    trial = Trial(config, context, key="")
+    trial = Trial(config, context, record=TrialRecord.begun("", "tiny-llama", config))
     reports = [(report.stage, report.tokens) for report in trial.recipe(config)]
     assert trial.made is not None
     return trial.made.plan, reports, trial
@@ -190,7 +191,7 @@ def test_weights_that_stay_in_their_files_give_the_same_plan(context, pruned_who
         config = replace(ONE, method=method, steps=2)
         plan, _, trial = made(config, streamed)
         assert plan == made(config, context)[0]
-        (report,) = (report for report in trial.progress.reports if report.stage == "steps")
+        (report,) = (report for report in trial.record.stages if report.stage == "steps")
         assert report.way.startswith("streamed")
 
 
@@ -231,7 +232,7 @@ def test_removals_of_a_later_step_take_less_at_once_before_the_model_is_held_oth
     found, _, trial = made(config, open_context(tmp_path / "limited"))
     assert found == expected and tried == ["resident", "resident, 1/2 at once"] * 2
     what = "memory did not suffice for the stage {} resident, so it was made resident, 1/2 at once"
-    assert trial.progress.notes == tuple(map(what.format, ("removal", "steps")))
+    assert trial.record.notes == list(map(what.format, ("removal", "steps")))
 
 
 def _scores(geometry: Geometry, groups: float = 1.0, channels: float = 1.0) -> GroupScores:

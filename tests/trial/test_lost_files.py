@@ -72,7 +72,7 @@ def test_a_weight_file_that_is_cut_is_a_failed_record(begun, tmp_path):
     content, about = path.read_bytes(), path.stat()
     os.truncate(path, 20_000)  # what is mapped of it is gone
     failed = ended(runner)
-    assert (failed.status, [stage["stage"] for stage in failed.stages]) == ("failed", stages)
+    assert (failed.status, [stage.stage for stage in failed.stages]) == ("failed", stages)
     assert f"{path} any more (it has changed since the start)" in failed.reason and "\n" not in failed.reason
     assert settings.ledger.read(failed.key) == failed
     assert not settings.store.path(TRIALS).exists() and list((tmp_path / "waiting").iterdir()) == []
@@ -80,7 +80,7 @@ def test_a_weight_file_that_is_cut_is_a_failed_record(begun, tmp_path):
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     done = ended(begun()[0])
     assert (done.key, done.status) == (failed.key, "complete")
-    assert done.stages[0]["tokens"] == 0  # what had been computed is found again
+    assert done.stages[0].tokens == 0  # what had been computed is found again
 
 
 def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tune_prune.models.runner.layer_weights import LazyWeights, first_non_finite
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 from tune_prune.trial import fallback, steps
+from tune_prune.trial import trial as trials
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial, run_trial
@@ -104,7 +105,7 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
 
 def alike(trial: Trial, other: Trial) -> bool:
     """Whether all metrics are the same, but for those that tell the last bits of logits: few rows round otherwise."""
-    one, two = trial.progress.metrics, other.progress.metrics
+    one, two = trial.record.metrics, other.record.metrics
     close = {name for name in one if name.startswith(("gold_logprob_", "kl_tasks"))}
     assert {name: one[name] for name in close} == pytest.approx({name: two.get(name) for name in close}, abs=1e-5)
     return one == two | {name: one[name] for name in close}
@@ -135,7 +136,7 @@ def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
     context = opened("limited")
     trial, less = run_limited(context, stage, int(part * peak))
     assert less <= part * peak
-    ways = {report.stage: report.way for report in trial.progress.reports}
+    ways = {report.stage: report.way for report in trial.record.stages}
     assert ways[stage] == way
     assert alike(trial, whole) and trial.plan == whole.plan
     for one, other in zip(trial.items, whole.items, strict=True):
@@ -143,10 +144,10 @@ def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
             one.loglikelihoods, other.loglikelihoods, rtol=0, atol=1e-4
         )  # few rows round otherwise
         assert (one.acc, one.acc_norm) == (other.acc, other.acc_norm)
-    (note,) = trial.progress.notes
+    (note,) = trial.record.notes
     last = way or "streamed"  # its pruned copy is all there
     assert note == f"memory did not suffice for the stage {stage} resident, so it was made {last}"
-    assert whole.progress.notes == ()
+    assert whole.record.notes == []
 
     begins = []
     context.artifacts = type(context.artifacts)(context.artifacts.folder / "another")  # nothing is cached
@@ -213,12 +214,12 @@ def test_the_dense_pass_of_a_recovery_takes_smaller_batches(opened, monkeypatch)
     def made(name: str) -> tuple[dict[str, float], str, tuple[str, ...]]:
         trial = Trial(config_for("recovery"), opened(name))
         report = next(report for report in trial.stages() if report.stage == "recovery")
-        return report.metrics, report.way, trial.progress.notes
+        return report.metrics, report.way, trial.record.notes
 
     metrics, *_ = made("whole")
     monkeypatch.setattr(steps, "head_inputs", limited)
     what = "memory did not suffice for the stage original model for training resident, so it was made resident, 1/4 at once"
-    assert made("limited") == (metrics, "", (what,))
+    assert made("limited") == (metrics, "", [what])
     assert tried == ["resident", "resident, 1/2 at once", "resident, 1/4 at once"]
 
 
@@ -233,7 +234,7 @@ def test_weights_leave_the_device_when_the_model_is_streamed(opened):
 
 
 def test_pickled_weights_cannot_stay_in_their_files(opened, monkeypatch):
-    monkeypatch.setattr("tune_prune.trial.context.readable_in_place", lambda source: False)
+    monkeypatch.setattr("tune_prune.trial.held.readable_in_place", lambda source: False)
     context = opened("pickled")
     with pytest.raises(OutOfMemory, match="even by layer, states in a file"):
         run_limited(context, "importance", TOO_LITTLE)
@@ -307,14 +308,14 @@ def test_a_trial_that_fits_in_no_way_is_a_failed_record_and_the_search_goes_on(t
 def test_a_baseline_that_fits_in_no_way_does_not_end_the_search(opened, tmp_path, monkeypatch):
     context = opened("keys")
     spec = spec_of(context, replace(BLOCKWISE, method="magnitude"))
-    measure = TrialContext.measure_perplexity
+    measure = trials.measure_perplexity
 
-    def refuse(self: TrialContext, recipe: Recipe) -> object:
+    def refuse(context: TrialContext, recipe: Recipe) -> object:
         if not recipe.plan.removed_params:
             raise OutOfMemory("perplexity of tiny-llama does not fit into memory")
-        return measure(self, recipe)
+        return measure(context, recipe)
 
-    monkeypatch.setattr(TrialContext, "measure_perplexity", refuse)
+    monkeypatch.setattr(trials, "measure_perplexity", refuse)
     result = run_search([spec], TuneOptions(tmp_path / "search", inline=True))
     assert result.records[spec.key].status == "complete" and result.baselines == {}
 

@@ -32,17 +32,17 @@ def context(tmp_path_factory) -> TrialContext:
 
 
 def tokens_of(record, stage: str) -> int:
-    return sum(one["tokens"] for one in record.stages if one["stage"] == stage)
+    return sum(one.tokens for one in record.stages if one.stage == stage)
 
 
 @pytest.mark.slow
 def test_a_recovery_is_a_stage_and_another_measurement_of_the_same_plan(context):
     before = {name: p.clone() for name, p in context.loaded.model.named_parameters()}
     plain, record, both, again = (run_trial(config, context) for config in (BLOCKWISE, TRAINED, BOTH, TRAINED))
-    names = list(dict.fromkeys(stage["stage"] for stage in both.stages))
+    names = list(dict.fromkeys(stage.stage for stage in both.stages))
     assert names == ["importance", "removal", "pruning", "refit", "recovery", "kl", "perplexity", "zero_shot"]
     assert len({plain.key, record.key, both.key}) == 3 and tokens_of(record, "recovery") == TOKENS
-    assert not any(stage["tokens"] for stage in again.stages)  # its adapters are kept, too
+    assert not any(stage.tokens for stage in again.stages)  # its adapters are kept, too
     assert again.metrics == record.metrics
     assert record.metrics["params_count"] == plain.metrics["params_count"]
     assert 0 < record.metrics["recovery_error"] < 1 and 0 < both.metrics["recovery_error"] < 1
@@ -91,7 +91,7 @@ def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(context,
     assert {n: v for n, v in found.metrics.items() if not n.startswith("grad_")} == {
         n: v for n, v in record.metrics.items() if not n.startswith("grad_")
     }
-    assert {stage["stage"]: stage["way"] for stage in found.stages}["recovery"].startswith("streamed")
+    assert {stage.stage: stage.way for stage in found.stages}["recovery"].startswith("streamed")
 
 
 @pytest.fixture(scope="module")

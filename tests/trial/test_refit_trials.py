@@ -28,12 +28,12 @@ def context(tmp_path_factory) -> TrialContext:
 
 
 def tokens_of(record, stage: str) -> int:
-    return sum(one["tokens"] for one in record.stages if one["stage"] == stage)
+    return sum(one.tokens for one in record.stages if one.stage == stage)
 
 
 def test_a_refit_is_a_stage_and_another_measurement_of_the_same_plan(context):
     plain, record, again = (run_trial(config, context) for config in (BLOCKWISE, REFITTED, REFITTED))
-    names = list(dict.fromkeys(stage["stage"] for stage in record.stages))
+    names = list(dict.fromkeys(stage.stage for stage in record.stages))
     assert names == ["importance", "removal", "pruning", "refit", "kl", "perplexity", "zero_shot"]
     assert record.key != plain.key and tokens_of(record, "refit") == 4096
     assert all(tokens_of(record, stage) for stage in ("kl", "perplexity", "zero_shot"))
@@ -43,7 +43,7 @@ def test_a_refit_is_a_stage_and_another_measurement_of_the_same_plan(context):
         assert record.metrics[name] == plain.metrics[name]
     assert 0 < record.metrics["refit_error"] < 1 <= record.metrics["refit_blocks"]
     assert record.metrics["kl_text"] < plain.metrics["kl_text"] and record.metrics["ppl"] < plain.metrics["ppl"]
-    assert "refit_error" not in plain.metrics and "refit" not in [stage["stage"] for stage in plain.stages]
+    assert "refit_error" not in plain.metrics and "refit" not in [stage.stage for stage in plain.stages]
     other = run_trial(replace(REFITTED, damping=10.0), context)
     assert other.metrics["ppl"] not in (plain.metrics["ppl"], record.metrics["ppl"])
 
@@ -66,11 +66,11 @@ def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(context,
     trial = Trial(REFITTED, streamed)
     for _ in trial.stages():
         pass
-    found = trial.progress.record("complete")
+    found = trial.record
     assert {n: v for n, v in found.metrics.items() if not n.startswith("grad_")} == {
         n: v for n, v in record.metrics.items() if not n.startswith("grad_")
     }
-    way_of = {stage["stage"]: stage["way"] for stage in found.stages}
+    way_of = {stage.stage: stage.way for stage in found.stages}
     assert way_of["refit"].startswith("streamed")
     assert not list(tmp_path.glob("tmp*"))  # refitted weights lie in a file without a name
 

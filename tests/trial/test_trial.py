@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
+from tune_prune.core.config import ZERO_SHOT_TASKS, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import Residency
@@ -58,8 +58,8 @@ def fresh(context, tmp_path) -> TrialContext:
 def test_the_record_of_a_trial(first, context):
     record, _ = first
     assert record.status == "complete" and record.model == "tiny-llama" and record.key == context.key(BLOCKWISE)
-    assert PruningConfig.from_dict(record.config) == BLOCKWISE
-    assert [stage["stage"] for stage in record.stages] == [
+    assert record.config == BLOCKWISE
+    assert [stage.stage for stage in record.stages] == [
         "importance",
         "removal",
         "pruning",
@@ -76,7 +76,7 @@ def test_the_record_of_a_trial(first, context):
         assert metrics[f"acc_{task}"] * 5 == pytest.approx(round(metrics[f"acc_{task}"] * 5))  # of 5 items
         assert f"acc_{task}_stderr" in metrics
     assert {"grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio"} <= metrics.keys()
-    assert record.elapsed_time_s == pytest.approx(sum(stage["duration_s"] for stage in record.stages))
+    assert record.elapsed_time_s == pytest.approx(sum(stage.duration_s for stage in record.stages))
     named = re.search(r"^model name\s*: (.*)$", CPU_INFO.read_text() if CPU_INFO.is_file() else "", re.MULTILINE)
     assert record.device_name == (named[1].strip() if named else record.device_name) != ""
     # Before "+cpu" or "+cu130", which a wheel of the CUDA build has in the one and not in the other.
@@ -89,20 +89,18 @@ def test_the_record_of_a_trial(first, context):
 
 def test_each_stage_says_what_it_cost(first, context):
     stages = first[0].stages
-    peaks = [stage["peak_memory_bytes"] for stage in stages]
+    peaks = [stage.peak_memory_bytes for stage in stages]
     assert peaks[0] > 2**26 and peaks == sorted(peaks) and peaks[-1] == first[0].peak_memory_bytes
     layers = context.loaded.geometry.num_layers
-    assert stages[0]["tokens"] == 16 * 10
-    assert stages[1]["tokens"] == 16 * 2 * (
-        1 + 2 * layers
-    )  # 10 // 5 samples, the dense model, each layer for two kinds
+    assert stages[0].tokens == 16 * 10
+    assert stages[1].tokens == 16 * 2 * (1 + 2 * layers)  # 10 // 5 samples, the dense model, each layer for two kinds
     text = math.ceil(len(context.perplexity_tokens) / 16)
     sizes = list(map(len, context.suite.right_answers()))
     items = next(compared for compared in accumulate(sizes) if compared >= min(256, sum(sizes)))
-    assert stages[2]["tokens"] == 0 and stages[3]["tokens"] == 2 * (text + items) and stages[4]["tokens"] > 1000
-    scored = [stage["items_scored"] for stage in stages[5:]]
+    assert stages[2].tokens == 0 and stages[3].tokens == 2 * (text + items) and stages[4].tokens > 1000
+    scored = [stage.items_scored for stage in stages[5:]]
     assert scored == sorted(scored) and scored[-1] == 5 * len(ZERO_SHOT_TASKS)
-    assert {stage["items_total"] for stage in stages[5:]} == {scored[-1]}
+    assert {stage.items_total for stage in stages[5:]} == {scored[-1]}
 
 
 def test_a_trial_that_dies_while_it_writes_leaves_no_half_file(first, context, tmp_path, monkeypatch):
@@ -172,7 +170,7 @@ def test_a_trial_that_holds_less_at_once_has_the_same_numbers(first, tmp_path):
     other = TrialContext.open(RUN, tmp_path / "artifacts", "cpu", residency)
     record = run_trial(BLOCKWISE, other)
     assert (record.key, record.metrics) == (first[0].key, first[0].metrics)
-    assert [stage["tokens"] for stage in record.stages] == [stage["tokens"] for stage in first[0].stages]
+    assert [stage.tokens for stage in record.stages] == [stage.tokens for stage in first[0].stages]
     assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
 
 
@@ -193,10 +191,10 @@ def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(method, 
     trial = Trial(config, other)
     for _ in trial.stages():
         pass
-    record = trial.progress.record("complete")
+    record = trial.record
     assert (record.key, record.metrics, record.notes) == (expected.key, expected.metrics, expected.notes)
     assert {p.device.type for p in other.loaded.model.parameters()} == {"meta"}
-    ways = {stage["stage"]: stage["way"] for stage in record.stages}
+    ways = {stage.stage: stage.way for stage in record.stages}
     assert ways["zero_shot"] == ways["perplexity"] == ways["kl"] == ("" if whole else "streamed")
     dense = run_trial(None, other)
     assert dense.metrics == run_trial(None, context).metrics
@@ -227,7 +225,7 @@ def test_memory_does_not_grow_from_trial_to_trial(fresh):
 
 def test_the_dense_model_through_the_same_evaluation(context, tmp_path):
     record = run_trial(None, context, FolderStore(tmp_path / "dense"))
-    assert record.config == {} and [stage["stage"] for stage in record.stages] == ["perplexity"] + ["zero_shot"] * 5
+    assert record.config is None and [stage.stage for stage in record.stages] == ["perplexity"] + ["zero_shot"] * 5
     assert record.metrics["params_count"] == context.loaded.geometry.total_params
     assert record.metrics["removed_fraction"] == 0
     assert [path.name for path in (tmp_path / "dense").iterdir()] == ["items.parquet"]
@@ -246,19 +244,19 @@ def test_a_removal_that_helps_is_clamped_and_reported(fresh, raw):
     assert next(stages).metrics["removed_fraction"] == pytest.approx(0.2, abs=0.01)
 
 
-def test_a_stopped_or_failed_trial_has_a_record_too(context):
+def test_a_trial_that_goes_no_further_has_a_record_too(context):
     stopped = Trial(replace(BLOCKWISE, method="random"), context)
     stages = stopped.stages()
     while next(stages).stage != "perplexity":
         pass
     stages.close()
-    record = stopped.progress.record("stopped_early", "rung 1")
-    assert (record.status, record.reason) == ("stopped_early", "rung 1")
+    record = stopped.record
+    assert record.status == "running"
     assert "ppl" in record.metrics and "acc_mean" not in record.metrics
     failed = Trial(replace(BLOCKWISE, method="no-such-method"), context)
     with pytest.raises(UserError, match="unknown pruning method"):
         next(failed.stages())
-    assert failed.progress.record("failed", "unknown method").metrics == {}
+    assert failed.record.metrics == {}
 
 
 def test_keys_tell_configurations_models_data_and_protocols_apart(context, tmp_path):
@@ -292,10 +290,10 @@ run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationPro
 trial = Trial(PruningConfig("blockwise", 16, 10, 0.2), TrialContext.open(run, sys.argv[1], device="cpu"))
 for report in trial.stages():
     if report.stage == "pruning":
-        print(json.dumps(trial.progress.metrics))
+        print(json.dumps(trial.record.metrics))
         hidden -= {"lm_eval", "datasets", "pandas"}
 trial.write_files(FolderStore(sys.argv[2]))
-print(json.dumps(trial.progress.record("complete").to_dict()))
+print(json.dumps(trial.record.to_dict()))
 sys.exit(evaluate.main(["--model", "tiny-llama", "--tasks", "boolq", "--limit", "2", "--device", "cpu"]))
 """
 

@@ -19,7 +19,6 @@ from tune_prune.analysis.statistics.draws import next_draws
 from tune_prune.commands import results
 from tune_prune.commands.flags import settings_from
 from tune_prune.commands.search import parser
-from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
@@ -54,7 +53,7 @@ def draws_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]], by: str =
 
 
 def plan_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]], by: str = "accuracy") -> Any:
-    trials = [(PruningConfig.from_dict(record.config), record.key) for record in searched[2]]
+    trials = [(record.config, record.key) for record in searched[2]]
     model = SimpleNamespace(run=SimpleNamespace(label="alpha", seed=0), trials=sorted(trials))
     return SimpleNamespace(
         settings=SimpleNamespace(draws=MOST, draws_by=by, recover=None, seed=0),
@@ -73,13 +72,11 @@ def decided(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
 @pytest.mark.slow
 def test_the_winner_of_all_draws_is_found_with_fewer(searched) -> None:
     draws, records = decided(searched), searched[2]
-    given = {record.key: PruningConfig.from_dict(record.config).name for record in records if record.key in draws.given}
+    given = {record.key: record.config.name for record in records if record.key in draws.given}
     assert 18 + 2 * MOST - 2 <= len(given) < 0.75 * len(records)
     means: dict[str, list[float]] = {}
     for record in records:
-        means.setdefault(PruningConfig.from_dict(record.config).name.split("-r")[0], []).append(
-            record.metrics["acc_mean"]
-        )
+        means.setdefault(record.config.name.split("-r")[0], []).append(record.metrics["acc_mean"])
     winner = max(means, key=lambda name: sum(means[name]))
     assert {winner, f"{winner}-r1", f"{winner}-r2"} <= set(given.values())
     first = draws.rounds[0]
@@ -105,10 +102,10 @@ def test_draws_by_another_measure(searched, by: str) -> None:
     draws = draws_of(searched, by)
     while draws.decide(records):
         pass
-    names = {PruningConfig.from_dict(record.config).name.split("-r")[0] for record in ranked[:3]}
+    names = {record.config.name.split("-r")[0] for record in ranked[:3]}
     assert names & set(draws.rounds[0].draws) and len(draws.rounds[0].draws) == 4
     given = {name for one in draws.rounds for name in one.draws}
-    assert 4 <= len(given) < 12 and PruningConfig.from_dict(ranked[-1].config).name.split("-r")[0] not in given
+    assert 4 <= len(given) < 12 and ranked[-1].config.name.split("-r")[0] not in given
     last = draws.rounds[-1]
     assert last.by == by and last.spread_points is None and 0 < last.spread_nats < 5
     assert "runs differ by " in str(last) and " nats (" in str(last) and "accurate" not in str(last)

@@ -19,6 +19,7 @@ from tune_prune.core import machine
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.core.machine import Memory
+from tune_prune.core.records import TrialRecord
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner import devices as of_models
 from tune_prune.models.runner.residency import RESIDENT
@@ -228,13 +229,13 @@ def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.M
     one = trial.Trial.__new__(trial.Trial)
     devices = tuple(torch.device("cuda", index) for index in range(2))
     one.context, one._caveats = SimpleNamespace(loaded=SimpleNamespace(devices=devices), fallback=Fallback()), ()
-    one.progress = trial.TrialProgress("key", "m", PruningConfig("random", 8, 8))
+    one.record = TrialRecord("key", "m", PruningConfig("random", 8, 8))
     for stage, *used in (("pruning", 5, 7), ("kl", 6, 2)):
         with one._stage(stage):
             allocated |= dict(zip(allocated, used, strict=True))
     assert tuple(waited) == devices * 2
-    assert [report.peak_memory_bytes for report in one.progress.reports] == [7, 6]
-    assert one.progress.peak_memory_bytes == 7
+    assert [report.peak_memory_bytes for report in one.record.stages] == [7, 6]
+    assert one.record.peak_memory_bytes == 7
 
 
 def test_several_kinds_of_gpu_are_said(planned) -> None:
@@ -357,10 +358,10 @@ def test_a_stage_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> N
     one = trial.Trial.__new__(trial.Trial)
     loaded = SimpleNamespace(devices=(torch.device("cuda"),))
     one.context, one._caveats = SimpleNamespace(loaded=loaded, fallback=Fallback()), ()
-    one.progress = trial.TrialProgress("key", "m", PruningConfig("random", 8, 8))
+    one.record = TrialRecord("key", "m", PruningConfig("random", 8, 8))
     with one._stage("pruning") as report:
         now[0] += 1.0
-    assert report.duration_s == one.progress.reports[0].duration_s == 6.0
+    assert report.duration_s == one.record.stages[0].duration_s == 6.0
 
 
 def test_to_cut_by_a_plan_takes_no_gpu() -> None:

@@ -83,7 +83,7 @@ def test_it_stops_what_a_plain_loop_stops_and_a_restart_changes_nothing(seed, od
     assert expected and not {*expected} & {*KEYS[:5]}
     assert stopped_by(KlFilterRule(specs), trials) == expected
     records = [
-        TrialRecord(key, "m", {}, "stopped_early" if key in expected else "complete", metrics=one.progress.metrics)
+        TrialRecord(key, "m", None, "stopped_early" if key in expected else "complete", metrics=one.record.metrics)
         for key, text, tasks in trials
         for one in [kl(key, text, tasks)]
     ]
@@ -178,7 +178,7 @@ def in_order(folder: Path) -> list[TrialRecord]:
 
 
 def stages(record: TrialRecord) -> list[str]:
-    return [stage["stage"] for stage in record.stages]
+    return [stage.stage for stage in record.stages]
 
 
 def expected_of(records: Sequence[TrialRecord]) -> set[str]:
@@ -198,7 +198,7 @@ def test_a_search_stops_bad_trials_before_their_items(searched):
     records = in_order(folder / "filtered")
     expected = expected_of(records)
     assert len(records) == 10 and {one.key for one in records if one.status == "stopped_early"} == expected
-    assert {one.config["method"] for one in records if one.key in expected} >= {"random"}
+    assert {one.config.method for one in records if one.key in expected} >= {"random"}
     for one in records:
         if one.key not in expected:
             assert one.status == "complete" and {"perplexity", "zero_shot"} <= {*stages(one)}
@@ -249,8 +249,8 @@ def test_a_restarted_search_stops_the_same(searched, kept):
     assert [(one.key, one.status, one.reason) for one in after] == [
         (one.key, one.status, one.reason) for one in records
     ]
-    kls = [stage for one in after[kept:] for stage in one.stages if stage["stage"] == "kl"]
-    assert len(kls) == 10 - kept and {stage["tokens"] for stage in kls} == {0}
+    kls = [stage for one in after[kept:] for stage in one.stages if stage.stage == "kl"]
+    assert len(kls) == 10 - kept and {stage.tokens for stage in kls} == {0}
 
 
 @pytest.mark.slow

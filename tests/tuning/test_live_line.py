@@ -13,7 +13,6 @@ from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.pruning.statistics import Need
-from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.cost import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.progress import LATE, LiveLine, TimeLeft
@@ -127,10 +126,10 @@ def test_the_eta_follows_jobs_stages_and_slices():
     search.line.on_begin()
     search.start(JOBS[0])
     stages = [
-        {"stage": "perplexity", "duration_s": 20.0, "tokens": 5},
-        *({"stage": "zero_shot", "duration_s": 5.0, "tokens": 5} for _ in range(4)),
+        StageReport("perplexity", 20.0, tokens=5),
+        *(StageReport("zero_shot", 5.0, tokens=5) for _ in range(4)),
     ]
-    record = TrialRecord("b", "tiny-llama", {}, "complete", stages=stages)
+    record = TrialRecord("b", "tiny-llama", None, "complete", stages=stages)
     search.done(JOBS[0], JobMessage(baseline=record))
     overhead = TRIAL_OVERHEAD_S
     # That perplexity took twice as long as predicted says little before a trial has ended: the first one loads and warms up
@@ -146,15 +145,13 @@ def test_the_eta_follows_jobs_stages_and_slices():
     last = search.stage(first, "zero_shot", 5.0, items_scored=20, items_total=80)
     whole = 1 + 18 + 20
     assert search.shown().endswith(f"ETA {clock(15 + 3 * (30 + overhead) - 10)}")
-    stopped = last.progress.record("stopped_early", "by the scheduler")
+    stopped = replace(last.record, status="stopped_early", reason="by the scheduler")
     search.line.on_end(first, replace(last, record=stopped))
     assert "[1/4] running 0, failed 0, stopped 1, ETA" in search.shown()
     assert search.shown(wait=0).endswith(f"ETA {clock(3 * (whole + overhead) - 10)}")
     second = search.start(SPECS["k1"])
-    died = TrialProgress("k1", "tiny-llama", CONFIGS[1]).record("failed", "it died", failure="lost_worker")
-    search.line.on_error(
-        second, TrialMessage(TrialProgress("k1", "tiny-llama", None), record=died), RuntimeError("it died")
-    )
+    died = TrialRecord("k1", "tiny-llama", CONFIGS[1], "failed", "it died", "lost_worker")
+    search.line.on_error(second, TrialMessage(died), RuntimeError("it died"))
     assert search.shown().endswith(
         f"[2/4] running 0, failed 1 (1 lost worker), stopped 1, ETA {clock(2 * (whole + overhead) - 10)}"
     )
@@ -172,7 +169,7 @@ def test_each_of_several_steps_is_a_part_of_its_stage() -> None:
 
 
 def test_finished_trials_of_an_earlier_start_are_not_waited_for():
-    recorded = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
+    recorded = [TrialRecord("k0", "tiny-llama", None, "complete", metrics={"acc_mean": 0.8421})]
     search = Search(recorded=recorded, jobs=[])
     search.line.on_begin()
     eta = clock(COST.start_s + 3 * (30 + TRIAL_OVERHEAD_S))
@@ -189,7 +186,7 @@ def test_the_best_is_the_mean_of_draws_not_the_luckiest_one() -> None:
             specs[key] = TrialSpec(RUN, config, key)
             status = "stopped_early" if accuracy is None else "complete"
             metrics = {"acc_mean": accuracy or 0.0}
-            records.append(TrialRecord(key, RUN.label, config.to_dict(), status, metrics=metrics))
+            records.append(TrialRecord(key, RUN.label, config, status, metrics=metrics))
     line = LiveLine(specs, len(specs), records, io.StringIO())
     assert line._text(0) == "[11/11] running 0, failed 0, stopped 1, best accuracy .8000 taylor-s16-n8"
 
@@ -198,7 +195,7 @@ def test_of_equal_accuracies_the_lower_perplexity_is_the_best() -> None:
     """0.92619... is 389 of 420 items, as sums in another order round it."""
     measured = [(0.9261904761904763, 3.0), (0.9261904761904762, 2.0), (0.9261904761904763, math.nan), (0.9, 1.0)]
     records = [
-        TrialRecord(key, RUN.label, spec.config.to_dict(), "complete", metrics={"acc_mean": accuracy, "ppl": ppl})
+        TrialRecord(key, RUN.label, spec.config, "complete", metrics={"acc_mean": accuracy, "ppl": ppl})
         for (key, spec), (accuracy, ppl) in zip(SPECS.items(), measured, strict=True)
     ]
     assert LiveLine(SPECS, 4, records, io.StringIO())._text(0).endswith("best accuracy .9262 taylor-s16-n16")

@@ -20,7 +20,7 @@ from tests.search_folders import data_folder, model_folder
 from tune_prune.commands import prune
 from tune_prune.core import machine
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger, PassLog
+from tune_prune.core.ledger import Ledger, read_passes
 from tune_prune.core.machine import Memory, at_least, parse_size
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import WAYS
@@ -140,9 +140,9 @@ def test_no_number_knows_the_way(bound: int, tmp_path: Path, monkeypatch: pytest
         trial_files = sorted(
             (path.relative_to(folder), path.read_bytes()) for path in (folder / "one" / "trials").rglob("*.json")
         )
-        passes = {one["stage"]: one["way"] for one in PassLog(store).read()}
-        stages = [stage for one in Ledger(store).records() for stage in one.stages if stage["tokens"]]
-        (measured,) = {stage["way"] for stage in stages if stage["stage"] == "zero_shot"}
+        passes = {one["stage"]: one["way"] for one in read_passes(store)}
+        stages = [stage for one in Ledger(store).records() for stage in one.stages if stage.tokens]
+        (measured,) = {stage.way for stage in stages if stage.stage == "zero_shot"}
         found[name] = [records, identity, trial_files], passes | {"zero_shot": measured}
     whole, ways = found["whole"]
     assert len(whole[0]) == 4 and all(record.status == "complete" for record in whole[0])

@@ -13,9 +13,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
-from tune_prune.core.ledger import AttemptLog, PassLog
+from tune_prune.core.ledger import Ledger, write_pass
 from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, TrialMessage
 from tune_prune.tuning.observers import tensorboard
 from tune_prune.tuning.observers.lost_work import LostWork
@@ -77,11 +76,11 @@ def test_of_several_failures_the_first_is_told_once_all_are_tried(tmp_path, monk
     for key in ("a", "b", "c"):
         lost.on_start(replace(SPEC, key=key))
 
-    def fails(log: AttemptLog, record: TrialRecord, unfinished_s: float | None = None) -> None:
+    def fails(ledger: Ledger, record: TrialRecord, unfinished_s: float | None = None) -> None:
         tried.append(record.key)
         raise OSError(f"{record.key} cannot be noted")
 
-    monkeypatch.setattr(AttemptLog, "write", fails)
+    monkeypatch.setattr(Ledger, "note", fails)
     with pytest.raises(OSError, match=r"^a cannot be noted"):
         lost.note_all()
     assert tried == ["a", "b", "c"]
@@ -106,8 +105,8 @@ def test_of_several_failures_the_first_is_told_once_all_are_tried(tmp_path, monk
 def test_two_attempts_in_the_same_second_are_two_files(tmp_path):
     settings = WorkerSettings(tmp_path, tmp_path, TrialResources())
     for _ in range(2):
-        settings.note_attempt(TrialProgress("k", "tiny-llama", SPEC.config))
-    assert len(settings.attempts.read([])) == 2
+        settings.ledger.note(settings.begun("k", "tiny-llama", SPEC.config))
+    assert len(settings.ledger.attempts([])) == 2
 
 
 def test_tensorboard_has_no_thread_for_each_trial_that_runs(tmp_path):
@@ -133,31 +132,31 @@ def test_what_an_attempt_had_done_before_it_died_is_kept(tmp_path: Path):
     lost.on_start(SPEC)
     now += 5
     message = stage_message("k", "perplexity", duration_s=4.0, tokens=7)
-    settings.note_attempt(message.progress)  # by the worker
+    settings.ledger.note(message.record)  # by the worker
     lost.on_message(SPEC, message)
     now += 3
     lost.on_start(SPEC)  # its worker has died
-    (attempt,) = settings.attempts.read([])
-    assert [stage["stage"] for stage in attempt.stages] == ["perplexity"] and attempt.elapsed_time_s == 4.0 + 3.0
-    again = replace(message.progress, started_at="2026-01-01T00:00:00+00:00")
-    settings.note_attempt(again)
-    assert len(settings.attempts.read([])) == 2
-    lost.on_end(SPEC, TrialMessage(again, record=settings.write_record(again, "complete")))  # which says the same
+    (attempt,) = settings.ledger.attempts([])
+    assert [stage.stage for stage in attempt.stages] == ["perplexity"] and attempt.elapsed_time_s == 4.0 + 3.0
+    again = replace(message.record, started_at="2026-01-01T00:00:00+00:00")
+    settings.ledger.note(again)
+    assert len(settings.ledger.attempts([])) == 2
+    lost.on_end(SPEC, TrialMessage(settings.end(again, "complete")))  # which says the same
     lost.note_all()
-    assert settings.attempts.read([]) == [attempt]
-    assert settings.attempts.read([message.progress.record("failed", search_id=settings.search_id)]) == []
+    assert settings.ledger.attempts([]) == [attempt]
+    assert settings.ledger.attempts([message.record]) == []
 
     job = PrepareJob(RUN, Samples(16))
     lost.on_start(job)
     now += 10
-    PassLog(settings.store).write({"model": RUN.label, "seq_len": 16}, StageReport("removal", 6.0, tokens=9))
+    write_pass(settings.store, {"model": RUN.label, "seq_len": 16}, StageReport("removal", 6.0, tokens=9))
     lost.note_all()  # the search is interrupted: what a pass has noted itself is not lost
-    (unfinished,) = [attempt for attempt in settings.attempts.read([]) if not attempt.stages]
+    (unfinished,) = [attempt for attempt in settings.ledger.attempts([]) if not attempt.stages]
     assert unfinished.elapsed_time_s == pytest.approx(4.0) and unfinished.model == RUN.label
     lost.on_start(job)
     lost.on_end(job, JobMessage())
     lost.note_all()
-    assert len(settings.attempts.read([])) == 2
+    assert len(settings.ledger.attempts([])) == 2
 
 
 def test_jobs_of_two_models_are_two_attempts(tmp_path: Path):
@@ -168,4 +167,4 @@ def test_jobs_of_two_models_are_two_attempts(tmp_path: Path):
         lost.on_start(PrepareJob(replace(RUN, label=label)))
     now += 5
     lost.note_all()
-    assert sorted(attempt.model for attempt in settings.attempts.read([])) == ["a model/1", "another"]
+    assert sorted(attempt.model for attempt in settings.ledger.attempts([])) == ["a model/1", "another"]

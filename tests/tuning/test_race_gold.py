@@ -166,7 +166,7 @@ def test_where_a_task_shows_its_first_item_late_nothing_is_said_before():
 
 def message(key: str, index: int, golds: dict[str, tuple[float, ...]], sizes: dict[str, int]) -> TrialMessage:
     part = Slice(index, SLICES[index], {"boolq": "1" * 100}, {"boolq": 400}, golds, sizes)
-    return stage_message(key, part=part, items_scored=100, items_total=400)
+    return stage_message(key, slice=part, items_scored=100, items_total=400)
 
 
 def test_a_trial_far_behind_is_stopped_with_its_reason_in_nats():
@@ -223,7 +223,7 @@ def test_a_search_hears_what_the_files_of_its_trials_hold(tmp_path, monkeypatch)
 
     def stops(self: RaceRule, message: TrialMessage) -> bool:
         if message.slice is not None:
-            heard.setdefault(message.progress.key, []).append(dict(message.slice.gold_logprobs))
+            heard.setdefault(message.record.key, []).append(dict(message.slice.gold_logprobs))
             totals.append(dict(message.slice.gold_items_per_task))
         return original(self, message)
 

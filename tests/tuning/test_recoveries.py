@@ -44,7 +44,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
     )
     store = FolderStore(path)
     records = Ledger(store).records()
-    trials = sorted((PruningConfig.from_dict(record.config), record.key) for record in records)
+    trials = sorted((record.config, record.key) for record in records)
     model = SimpleNamespace(run=SimpleNamespace(label="alpha", seed=0), trials=trials)
     plan = SimpleNamespace(settings=SimpleNamespace(recover=3, draws=None), models=[model])
     given = {key for config, key in trials if config.recovery == "none"}
@@ -163,7 +163,7 @@ def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.
         r"^recovery     (tiny-llama: training the most promising of 3, by .*\n +.*)$", said, re.MULTILINE
     )
     store = FolderStore(tmp_path / "trained")
-    configs = [PruningConfig.from_dict(record.config) for record in Ledger(store).records()]
+    configs = [record.config for record in Ledger(store).records()]
     trained = [config for config in configs if config.recovery == "lora"]
     assert len(configs) == 4 and len(trained) == 1 and line.split()[-1] == trained[0].untrained().name
     (decided,) = (read_about(store) or {})["recovered"]

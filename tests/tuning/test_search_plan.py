@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -214,8 +214,8 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     config, key = model.trials[0]
     store = FolderStore(plan.experiment_dir)
     experiment.write(store, plan, ["python"])
-    Ledger(store).write(TrialRecord(key, "tiny-llama", asdict(config), "complete"))
-    write_baselines(store, {"tiny-llama": TrialRecord(context.key(None), "tiny-llama", {}, "complete")})
+    Ledger(store).write(TrialRecord(key, "tiny-llama", config, "complete"))
+    write_baselines(store, {"tiny-llama": TrialRecord(context.key(None), "tiny-llama", None, "complete")})
 
     out = plan_text(*KEPT, "--gpus-per-trial", "0")
     cost = table(out)
@@ -224,7 +224,7 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     assert cost["zero-shot"][:2] == ["5", f"{5 * tokens:,}"]
     assert "~" not in out
     for config, key in model.trials[1:]:
-        Ledger(store).write(TrialRecord(key, "tiny-llama", asdict(config), "complete"))
+        Ledger(store).write(TrialRecord(key, "tiny-llama", config, "complete"))
     assert "cost         nothing is left to compute" in plan_text(*KEPT, "--gpus-per-trial", "0")
 
 
@@ -340,7 +340,7 @@ def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, mo
     settings = SearchSettings(("tiny-llama",), "smoke", shape=kind, align=int(number) if number else None, limit=5)
     (model,) = make_plan(settings).models
     config, key = model.trials[-1]
-    rows = frame([TrialRecord(key=key, model="tiny-llama", config=asdict(config), status="complete")], tmp_path)
+    rows = frame([TrialRecord(key=key, model="tiny-llama", config=config, status="complete")], tmp_path)
     text = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
     assert text is not None
     space, again = text.splitlines()
@@ -425,16 +425,14 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     assert mixed.run.calibration == f"embedded+{other}"
     assert {config.name: key for config, key in mixed.trials}["taylor-s16-n8"] == keys["taylor-s16-n8-cembedded+other"]
     config, key = next(trial for trial in model.trials if trial[0].name == names[-1])
-    rows = frame([TrialRecord(key=key, model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path)
+    rows = frame([TrialRecord(key=key, model="tiny-llama", config=config, status="complete")], tmp_path)
     again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
     assert [found for _, found in make_plan(settings_from(vars(args))).models[0].trials] == [key]
     config = next(config for config, _ in model.trials if config.name == names[0])  # the mean of its draws
-    rows = frame(
-        [TrialRecord(key=keys[names[0]], model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path
-    )
+    rows = frame([TrialRecord(key=keys[names[0]], model="tiny-llama", config=config, status="complete")], tmp_path)
     again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)

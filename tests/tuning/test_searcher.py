@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +10,7 @@ from optuna.trial import TrialState
 
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.tuning.sampler import OptunaSearcher
 from tune_prune.tuning.work import TrialSpec
 
@@ -25,8 +25,8 @@ def specs_of(label: str, seq_lens=(16, 64, 256), num_samples=(8, 16, 64)) -> lis
 
 def record_of(spec: TrialSpec, status: str, accuracy: float = 0.5) -> TrialRecord:
     metrics = {} if status == "failed" else {"acc_mean": accuracy}
-    stages = [{"stage": "zero_shot", "items_scored": 10}]
-    return TrialRecord(spec.key, spec.run.label, asdict(spec.config), status, metrics=metrics, stages=stages)
+    stages = [StageReport("zero_shot", 1.0, items_scored=10)]
+    return TrialRecord(spec.key, spec.run.label, spec.config, status, metrics=metrics, stages=stages)
 
 
 def accuracy_of(key: str) -> float:
@@ -220,7 +220,7 @@ def test_what_was_stopped_by_its_kl_has_no_other_value(objective):
     """Told now and read from the ledger: Optuna has its KL where that is looked for, and else no value of it."""
     spec = specs_of("m")[0]
     metrics = {"kl_text": 2.0, "kl_tasks": 4.0}
-    record = replace(record_of(spec, "stopped_early"), metrics=metrics, stages=[{"stage": "kl", "items_scored": 0}])
+    record = replace(record_of(spec, "stopped_early"), metrics=metrics, stages=[StageReport("kl", 1.0)])
     told = OptunaSearcher([spec], num_trials=1, seed=0, objective=objective)
     told.ask()
     told.report(spec, stage_message(spec.key, "kl", metrics=metrics))

@@ -42,7 +42,7 @@ def outcomes(index: int, right: float) -> dict[str, str]:
 def message(key: str, index: int, right: float) -> TrialMessage:
     """A worker's message after a slice."""
     part = Slice(index, SLICES[index], outcomes(index, right), SIZES)
-    return stage_message(key, part=part, metrics={"acc_mean": right}, items_scored=10, items_total=20)
+    return stage_message(key, slice=part, metrics={"acc_mean": right}, items_scored=10, items_total=20)
 
 
 def test_every_draw_is_a_group_of_its_own():
@@ -93,7 +93,7 @@ def test_a_trial_that_has_failed_stops_no_other(kind):
 
 def failed(key: str) -> TrialMessage:
     told = message(key, 0, 0.9)
-    return replace(told, record=told.progress.record("failed", "out of memory"))
+    return replace(told, record=replace(told.record, status="failed"))
 
 
 def test_limits_count_all_configurations_of_the_model_not_those_that_ran():
@@ -119,7 +119,7 @@ def test_a_slice_that_adds_nothing_is_a_slice():
     rule = RaceRule(specs_of("a"))
     sizes = {"boolq": 2, "piqa": 2}
     for index, added in enumerate([{"boolq": "1", "piqa": "1"}, {}]):
-        assert not rule.stops(stage_message("a", part=Slice(index, SLICES[index], added, sizes)))
+        assert not rule.stops(stage_message("a", slice=Slice(index, SLICES[index], added, sizes)))
 
 
 def score(task: str, doc_id: int, part: int, right: bool) -> ItemScore:
@@ -170,7 +170,7 @@ def test_asha_halves_at_a_quarter_of_the_items_and_its_doublings(slices, levels)
         for key in ("a", "b"):
             for seen in slices[:-1]:
                 worse = key == "b" and seen == part
-                given = stage_message(key, part=Slice(0, seen, {}, {}), metrics={"acc_mean": 0.4 if worse else 0.5})
+                given = stage_message(key, slice=Slice(0, seen, {}, {}), metrics={"acc_mean": 0.4 if worse else 0.5})
                 answers[key, seen] = rule.stops(given)
         assert {key for key, stops in answers.items() if stops} == ({("b", part)} if part in levels else set())
         if part in levels:
@@ -181,7 +181,7 @@ def test_asha_stops_no_trial_for_how_its_sum_was_rounded():
     """Both have 389 of 420 items."""
     rule = AshaRule(specs_of("a", "b"))
     for key, accuracy in (("a", 0.9261904761904763), ("b", 0.9261904761904762)):
-        assert not rule.stops(stage_message(key, part=Slice(0, 0.25, {}, {}), metrics={"acc_mean": accuracy}))
+        assert not rule.stops(stage_message(key, slice=Slice(0, 0.25, {}, {}), metrics={"acc_mean": accuracy}))
 
 
 @pytest.mark.parametrize("slices", [(1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (0.1, 0.3, 0.4, 0.6, 1.0)])
@@ -198,7 +198,7 @@ def test_asha_decides_as_rays_does(slices):
     while reached:
         key = rng.choice(list(reached))
         part, accuracy = slices[reached[key]], rng.random()
-        given = stage_message(key, part=Slice(reached[key], part, {}, {}), metrics={"acc_mean": accuracy})
+        given = stage_message(key, slice=Slice(reached[key], part, {}, {}), metrics={"acc_mean": accuracy})
         stops = ours.stops(given)
         assert stops == (theirs.on_trial_result(None, trials[key], {"part": part, "acc": accuracy}) == "STOP")
         reached[key] += 1
@@ -221,7 +221,7 @@ def test_ray_stops_what_the_race_stops(two_cpus, tmp_path):
     reports: dict[str, list[dict]] = {}
     for key, right in accuracy.items():
         parts = [Slice(i, SLICES[i], outcomes(i, right), SIZES) for i in range(3)]
-        sent = [stage_message(key, "pruning"), *(stage_message(key, part=part) for part in parts)]
+        sent = [stage_message(key, "pruning"), *(stage_message(key, slice=part) for part in parts)]
         reports[key] = [to_result(one) for one in sent]
         reports[key][-1]["done"] = True
 

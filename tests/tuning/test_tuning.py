@@ -130,7 +130,7 @@ def test_two_models_are_complete_and_have_baselines(experiment, second_start):
 def test_a_failing_trial_is_a_failed_record_with_its_reason(second_start):
     _, result = second_start
     (failed,) = [record for record in result.records.values() if record.status == "failed"]
-    assert failed.config["pruning_ratio"] == IMPOSSIBLE_RATIO
+    assert failed.config.pruning_ratio == IMPOSSIBLE_RATIO
     assert str(IMPOSSIBLE_RATIO) in failed.reason and failed.failure == "infeasible"
 
 
@@ -187,7 +187,7 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two
     assert stopped
     assert complete
     for record in stopped:
-        assert record.stages[-1]["items_scored"] == 10
+        assert record.stages[-1].items_scored == 10
         assert "10 of 20" in record.reason
         assert record.metrics["acc_mean"] < max(other.metrics["acc_mean"] for other in complete)
     assert Ledger(FolderStore(tmp_path)).records() == sorted(result.records.values(), key=lambda record: record.key)

@@ -19,11 +19,11 @@ def totals(
     passes: Sequence[Mapping[str, Any]],
     killed: Iterable[TrialRecord] = (),
 ) -> Totals:
-    """Return what `records`, the dense `baselines`, the `passes` made for all trials (`PassLog.read`) and attempts that were
-    `killed` (`AttemptLog.read`) have taken together. A stage served from the cache forwards no token."""
+    """Return what `records`, the dense `baselines`, the `passes` made for all trials (`read_passes`) and attempts that were
+    `killed` (`Ledger.attempts`) have taken together. A stage served from the cache forwards no token."""
     sums: Totals = {"seconds": Counter(), "tokens": Counter(), "computed": Counter()}
     stages = [stage for record in (*records, *baselines.values(), *killed) for stage in record.stages]
-    for stage in (*stages, *passes):
+    for stage in (*map(vars, stages), *passes):
         sums["seconds"][stage["stage"]] += stage["duration_s"]
         sums["tokens"][stage["stage"]] += stage["tokens"]
         sums["computed"][stage["stage"]] += stage["tokens"] > 0

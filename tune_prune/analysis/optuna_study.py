@@ -13,7 +13,7 @@ import os
 import sqlite3
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import compared, plain_value
 from tune_prune.analysis.input.study import Model, Study, tasks_of
+from tune_prune.analysis.statistics.rules import score_columns
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
@@ -119,8 +120,9 @@ def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, object
     distributions = _distributions(model.rows)
     accuracy = model.rows["acc_mean"]  # equal ones are one value, the highest of them
     rows = model.rows.assign(acc_mean=accuracy.groupby(compared(accuracy)).transform("max")).to_dict("records")
+    parts = score_columns(model.rows, objective)
     for row in terminal.over(rows, f"study {label}", "trials"):
-        study.add_trial(_trial(row, distributions, objective))
+        study.add_trial(_trial(row, distributions, objective, parts))
     return len(rows)
 
 
@@ -144,14 +146,14 @@ def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
 
 
 def _trial(
-    row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution], objective: str
+    row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution], objective: str, parts: Sequence[str]
 ) -> optuna.trial.FrozenTrial:
     import optuna
     from optuna.trial import TrialState
 
     values = {str(name): plain_value(value) for name, value in row.items()}
     params = {name: values[name] for name in distributions if values[name] is not None}
-    value = MEASURES[objective][0] * measured({k: v for k, v in values.items() if v is not None}, objective)
+    value = MEASURES[objective][0] * measured({k: v for k, v in values.items() if v is not None}, objective, parts)
     known = math.isfinite(value)
     stopped = values["status"] == "stopped_early"
     known_values = {k: _json(v) for k, v in values.items() if v not in (None, "") and k not in _NOT_ATTRIBUTES}
@@ -186,7 +188,7 @@ def _items_scored(values: Mapping[str, Any]) -> int:
     folder = location(values["output_dir"] or "")
     known = values["key"] and folder.parent.name == TRIALS  # else it is one of a published file
     record = Ledger(open_store(folder.parent.parent)).read(values["key"]) if known else None
-    return max((stage.get("items_scored", 0) for stage in record.stages), default=0) if record is not None else 0
+    return max((stage.items_scored for stage in record.stages), default=0) if record is not None else 0
 
 
 def _json(value: Any) -> Any:

@@ -27,7 +27,7 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EMBEDDED_DATA, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.records import StageReport
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import Location
 from tune_prune.data import calibration
 from tune_prune.data.checks import check_data
@@ -177,7 +177,8 @@ class Model:
         if plan is not None and not config.changes_weights:  # no text has to be there
             return PrunedModel(self, request, Recipe(plan))
         context = self._context(request.run, self._way(config, plan), request.artifact_dir)
-        trial = Trial(config, context, key="")  # nothing is measured: no tasks have to be there
+        # Nothing is measured, so no tasks have to be there, which a key names.
+        trial = Trial(config, context, record=TrialRecord.begun("", self.label, config))
         for report in trial.recipe(config, plan):
             on_stage(report)
         assert trial.made is not None
@@ -372,10 +373,10 @@ def measure(
     UserError."""
     _ = context.perplexity_tokens, context.suite  # what cannot be read or built is refused before anything is measured
     key = context.key(config and replace(config, calibration=None))  # it is not read
-    trial = Trial(config, context, key=key, base=base)
+    trial = Trial(config, context, record=TrialRecord.begun(key, context.run.label, config), base=base)
     for report in trial.stages() if recipe is None else trial.measure(recipe):
         on_stage(report)
-    record = trial.progress.record("complete")
+    record = replace(trial.record, status="complete")
     return Evaluation(context.run, record, tuple(trial.items), context.perplexity_window)
 
 

@@ -19,9 +19,9 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, number, parse_json
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, RECIPE, unread
 from tune_prune.core.kinds import plain
-from tune_prune.core.ledger import Ledger, read_about, read_baselines
+from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
 from tune_prune.core.measures import wilson_errors
-from tune_prune.core.records import TrialRecord, stranger
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, BEST_CONFIG, BEST_OF_MODEL, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.data import checks
@@ -145,7 +145,7 @@ def _known(
     experiment = open_store(trial.parents[1])
     ledger = Ledger(experiment)
     record = ledger.read(trial.name)
-    if record is not None and PruningConfig.from_dict(record.config) != config:
+    if record is not None and record.config != config:
         raise DamagedFile(
             path,
             f"damaged: it names {config}, and {ledger.path(trial.name)} is of another configuration",

@@ -29,7 +29,7 @@ from tune_prune.core.config import TrustingRun
 from tune_prune.core.errors import UserError, refused
 from tune_prune.core.files import remove_unfinished
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
+from tune_prune.core.ledger import Ledger, read_baselines, read_passes
 from tune_prune.core.records import TrialRecord, failure_counts, may_pass
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
 from tune_prune.core.terminal import say
@@ -160,14 +160,14 @@ def _run(
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
-    ledger, passes, attempts = Ledger(store), PassLog(store), AttemptLog(store)
+    ledger = Ledger(store)
     temporary.sweep()
     if isinstance(folder, Path):
         # Workers of a killed search end within half a minute, and who looks at results may write a report: a file takes no minute.
         remove_unfinished(folder, older_s=60.0)
         remove_unfinished(folder.parent / artifact_cache.FOLDER, older_s=86_400.0)  # other searches write there
     recorded, baselines = ledger.records(), read_baselines(store)
-    before = totals(recorded, baselines, passes.read(), attempts.read([*recorded, *baselines.values()]))
+    before = totals(recorded, baselines, read_passes(store), ledger.attempts([*recorded, *baselines.values()]))
     about = experiment.write(store, plan, list(command))
     for model in plan.models:
         if model.workload.keep_suite is not None:
@@ -211,11 +211,11 @@ def _run(
             store,
             records,
             baselines,
-            passes.read(),
+            read_passes(store),
             plan.cost.to_dict() if plan.cost is not None else None,
             before,
             time.monotonic() - started,
-            attempts.read([*records, *baselines.values()]),
+            ledger.attempts([*records, *baselines.values()]),
         )
     measured = study_of_search(folder, about, baselines, records, cost)
     findings = find(measured, _rule(measured, settings.objective))

@@ -102,12 +102,10 @@ def _run(
     trackers(args.track or (), "")  # their packages are there
     with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
         plan = make_plan(asked, args.gpu)
-    in_memory = str(plan.experiment_dir).startswith("memory://")
     if args.save_best and not isinstance(plan.experiment_dir, Path):
-        afterwards = "leave it out, and keep the model afterwards with the line `keep` that the search ends with"
         raise UserError(
-            f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; "
-            + ("name a folder with --storage-path" if in_memory else afterwards)
+            f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; leave it out, and "
+            "keep the model afterwards with the line `keep` that the search ends with"
         )
     _log_plan(log, plan)
     say(plan_page.details(plan) if args.verbose else plan_page.summary(plan))
@@ -127,7 +125,7 @@ def _run(
 
     # Bars of trials in this process, in the place of the line that says how far all are
     with (
-        contextlib.nullcontext() if in_memory else kept,
+        kept,
         terminal.shown(_BESIDE_THE_LINE_S),
     ):
         results = run(plan, command, at_end, local_ray, [log, *trackers(args.track or (), plan.experiment_dir.name)])
@@ -142,17 +140,12 @@ def _run(
         for row in results.best.reset_index().to_dict("records")  # NaN, which no setting can be: it does not apply
     ]
     log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
-    if in_memory:
-        say(
-            "not kept     the results end with this process; to keep them, name a folder or a bucket with --storage-path"
-        )
-    else:
-        to_keep = {} if args.save_best else winners(results.findings)
-        for name, next_command in next_commands(str(folder), to_keep, results.findings.rule):
-            if name == "report" and not results.findings.models:
-                continue  # an analysis needs a complete trial
-            say(f"{name:<12} {shlex.join(next_command)}")
-        say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
+    to_keep = {} if args.save_best else winners(results.findings)
+    for name, next_command in next_commands(str(folder), to_keep, results.findings.rule):
+        if name == "report" and not results.findings.models:
+            continue  # an analysis needs a complete trial
+        say(f"{name:<12} {shlex.join(next_command)}")
+    say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     if results.cost:  # else a warning has said why not
         say(cost_line(results.cost))
     if len(failed):
@@ -160,8 +153,7 @@ def _run(
         first = failed.iloc[0]
         say(f"failed       {len(failed)} of {len(planned)} trials: {classes}; reasons are in all_methods_results.csv")
         say(f"             e.g. {first['model']} {first['name']}: {one_line(first['reason'])}")
-        if not in_memory:
-            say(f"try again    {again}")
+        say(f"try again    {again}")
 
 
 def _log_plan(log: JsonLog, plan: Plan) -> None:

@@ -26,12 +26,12 @@ from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.draws import configurations
 from tune_prune.analysis.statistics.rules import score
 from tune_prune.core import machine
-from tune_prune.core.config import PruningConfig, group_labels
+from tune_prune.core.config import group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import DamagedFile, to_json
-from tune_prune.core.ledger import Ledger, PassLog, read_baselines, required_about
+from tune_prune.core.ledger import Ledger, read_baselines, readable_passes, required_about, stranger
 from tune_prune.core.measures import MEASURES, fraction
-from tune_prune.core.records import FAILURES, TrialRecord, stranger
+from tune_prune.core.records import FAILURES, TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal import printable
 from tune_prune.core.validation import Count, validated
@@ -127,7 +127,7 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
         search, damaged = None, [error, *damaged]
     objective = (about.get("settings") or {}).get("objective")
     told = [str(error) for error in damaged]
-    passes, unread = PassLog(store).readable()
+    passes, unread = readable_passes(store)
     models = _best(store, records, baselines, objective if objective in MEASURES else "accuracy", told)
     return {
         "experiment": store.folder.name,
@@ -204,7 +204,7 @@ def _failures(records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
 
 
 def _name(record: TrialRecord) -> str:
-    return PruningConfig.from_dict(record.config).name
+    return record.config.name if record.config else record.model
 
 
 def _best(

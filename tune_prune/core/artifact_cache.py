@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import canonical_json, digest, library_versions
-from tune_prune.core.object_storage import NodeCachedStore
-from tune_prune.core.storage import StorageError
-from tune_prune.core.store import Location, ObjectPath, location, open_store
+from tune_prune.core.store import Location, open_store
 
 log = logging.getLogger(__name__)
 
@@ -39,43 +38,34 @@ class ArtifactStore:
     """The cache in one folder, which need not exist yet."""
 
     def __init__(self, folder: str | Location) -> None:
-        where = location(folder)
-        self._store = open_store(where)
-        if isinstance(where, ObjectPath) and where.scheme != "memory":
-            self._store = NodeCachedStore(where)
+        self._store = open_store(folder)
         self.folder = self._store.folder
 
     def path(self, kind: str, key: dict[str, Any]) -> Location:
         return self._store.path(_name(kind, key))
 
     def get(self, kind: str, key: dict[str, Any], read: Callable[[dict[str, np.ndarray]], T]) -> T | None:
-        """What `read` makes of the arrays stored under `key` (plain data); None where there are none or the file is damaged, which
-        is logged as a warning. `read` raises KeyError, IndexError, TypeError or ValueError for arrays that cannot be those.
+        """Return what `read` makes of the arrays stored under `key` (plain data); None where there are none or the file is damaged,
+        which is logged as a warning. `read` raises KeyError, IndexError, TypeError or ValueError for arrays that cannot be those;
+        a UserError that it raises is none of the file's.
 
         Raises DamagedFile for a folder in the file's place, where nothing can be stored either.
         """
-        path, cause = self.path(kind, key), ""
-        asked = [self._store.get]
-        if isinstance(self._store, NodeCachedStore):
-            asked.append(self._store.get_anew)
-        for ask in asked:
-            try:
-                content = ask(_name(kind, key))
-                found = None if content is None else read(_arrays(content, kind, key))
-                if found is not None:
-                    return found
-            except StorageError:
-                raise
-            except DamagedFile as error:
-                if isinstance(path, Path) and path.is_dir():
-                    raise DamagedFile(path, "a folder, where a file belongs", "remove it") from error
-                cause = error.what
-            except KeyError as error:
-                cause = f"damaged (it has no {error})"
-            except (EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
-                cause = f"damaged ({error})"
-        if cause:
-            log.warning("cached result %s is %s; it is computed again", path, cause)
+        path = self.path(kind, key)
+        try:
+            content = self._store.get(_name(kind, key))
+            return None if content is None else read(_arrays(content, kind, key))
+        except DamagedFile as error:
+            if isinstance(path, Path) and path.is_dir():
+                raise DamagedFile(path, "a folder, where a file belongs", "remove it") from error
+            cause = error.what
+        except UserError:
+            raise
+        except KeyError as error:
+            cause = f"damaged (it has no {error})"
+        except (EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
+            cause = f"damaged ({error})"
+        log.warning("cached result %s is %s; it is computed again", path, cause)
         return None
 
     def put(self, kind: str, key: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -87,12 +77,12 @@ class ArtifactStore:
         self._store.put(_name(kind, key), archive.getvalue() + checksum)
 
     def remove(self, kind: str, key: dict[str, Any]) -> None:
-        """Nothing is stored under `key` any more."""
+        """Remove what is stored under `key`."""
         self._store.remove(_name(kind, key))
 
 
 def _arrays(content: bytes, kind: str, key: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays in a file. Raises ValueError where it is not the one of that kind and key."""
+    """Return the arrays in a file. Raises ValueError where it is not the one of that kind and key."""
     archive, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
     if hashlib.sha256(archive).digest() != checksum:
         raise ValueError("its checksum does not match")

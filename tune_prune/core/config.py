@@ -59,13 +59,13 @@ OTHER_TEXT = "the text in {file} (not recognised as WikiText-2)"
 
 
 def reads_embedded_data(model: str, data_dir: str | None) -> bool:
-    """Whether a run of `model` has the embedded tasks and perplexity text: one of an embedded model without a --data-dir, and of
-    what was pruned from one (EMBEDDED_DATA)."""
+    """Say whether a run of `model` has the embedded tasks and perplexity text: one of an embedded model without a
+    --data-dir, and of what was pruned from one (EMBEDDED_DATA)."""
     return model in EMBEDDED_MODELS if data_dir is None else data_dir == EMBEDDED_DATA
 
 
 def alignment(shape: str) -> int | None:
-    """The N of shape "aligned-N" or "uniform-N", which MLP widths are multiples of; None for "free" and "uniform"."""
+    """Return the N of shape "aligned-N" or "uniform-N", which MLP widths are multiples of; None for "free" and "uniform"."""
     match = SHAPE.fullmatch(shape)
     if match is None:
         raise UserError(f"shape is {shape!r}; it must be free, uniform, aligned-N or uniform-N, e.g. aligned-64")
@@ -124,7 +124,7 @@ class PruningConfig:
                 raise UserError(f"{name} is {value!r}; it must be {row.kind}")
 
     def __lt__(self, other: PruningConfig) -> bool:
-        """By their `order`."""
+        """Compare configurations by their `order`."""
         return self.order < other.order
 
     @property
@@ -137,20 +137,20 @@ class PruningConfig:
         return Samples(self.seq_len, *(getattr(self, name) for name in OF_RUN))
 
     def within(self, run: ModelRun) -> PruningConfig:
-        """The same of that run: with None for what says as the run does, so that equal trials are one."""
+        """Return the same configuration of that run, with None for what says as the run does, so that equal trials are one."""
         same: dict[str, Any] = {name: None for name in OF_RUN if getattr(self, name) == getattr(run, name)}
         return replace(self, **same)
 
     def canonical(self) -> PruningConfig:
-        """The same with the defaults of what nothing reads: equal trials are one."""
+        """Return the same configuration with the defaults of what nothing reads, so that equal trials are one."""
         return replace(self, **{name: RECIPE[name].default for name in unread(asdict(self))})
 
     def untrained(self) -> PruningConfig:
-        """The same without recovery."""
+        """Return the same configuration without recovery."""
         return replace(self, recovery=PruningConfig.recovery).canonical()
 
     def values(self, run: ModelRun) -> dict[str, Any]:
-        """Every hyperparameter by name, the run's where it is as the run says."""
+        """Return every hyperparameter by name, the run's where it is as the run says."""
         return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class PruningConfig:
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
     def group(self, label: str) -> Group:
-        """In which the model of that label with this configuration is compared."""
+        """Return the group in which the model of that label with this configuration is compared."""
         return label, self.pruning_ratio, self.recovery
 
     @property
@@ -182,7 +182,7 @@ class PruningConfig:
         return self.named(HYPERPARAMETERS)
 
     def named(self, shown: Container[str]) -> str:
-        """The same of the hyperparameters that are `shown`."""
+        """Return the name of the hyperparameters that are `shown` alone."""
         return "-".join(
             row.in_name(value)
             for name, row in HYPERPARAMETERS.items()
@@ -190,7 +190,8 @@ class PruningConfig:
         )
 
     def in_words(self, shown: Container[str] = HYPERPARAMETERS) -> str:
-        """For a person, e.g. `taylor on 128 samples of 64 tokens, repaired`; `shown`: the hyperparameters that its method reads."""
+        """Put the configuration in words, e.g. `taylor on 128 samples of 64 tokens, repaired`; `shown`: the hyperparameters
+        that its method reads."""
         samples = f" on {self.num_samples:,} sample{'s' * (self.num_samples > 1)} of {self.seq_len:,} tokens"
         usual = self.refit_tokens == HYPERPARAMETERS["refit_tokens"].default
         repaired = "repaired" + ("" if usual else f" with {self.refit_tokens:,} tokens")
@@ -237,8 +238,8 @@ Group = tuple[str, float, str]  # model's label, pruning ratio, recovery: what i
 
 
 def group_labels(groups: Iterable[Group]) -> dict[Group, str]:
-    """The label of each: the model's own, with the ratio where it has several, and with the recovery of those that are trained
-    where others are not, e.g. `tiny-llama@0.3+lora`."""
+    """Return the label of each: the model's own, with the ratio where it has several, and with the recovery of those that
+    are trained where others are not, e.g. `tiny-llama@0.3+lora`."""
     members = dict.fromkeys(groups)
     ratios: dict[str, set[float]] = defaultdict(set)
     recoveries: dict[str, set[str]] = defaultdict(set)
@@ -286,7 +287,7 @@ class EvaluationProtocol:
         return {name: value for name, value in asdict(self).items() if name != "perplexity_tokens"} | bound
 
     def of_items(self) -> dict[str, Any]:
-        """The part that the zero-shot tasks depend on."""
+        """Return the part that the zero-shot tasks depend on."""
         return replace(self, perplexity_tokens=None).to_dict() | {"perplexity_window": None}
 
 
@@ -312,7 +313,7 @@ class ModelRun:
         return asdict(self) | {"protocol": self.protocol.to_dict()}
 
     def of(self, config: PruningConfig | Samples | None) -> ModelRun:
-        """The run as the trials of `config`, or passes over those samples, see it: with what they say themselves."""
+        """Return the run as the trials of `config`, or passes over those samples, see it: with what they say themselves."""
         own = {} if config is None else {name: value for name in OF_RUN if (value := getattr(config, name)) is not None}
         return replace(self, **own) if own else self
 
@@ -327,8 +328,8 @@ class TrustingRun(ModelRun):
 
 
 def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerprint: str, run: ModelRun) -> str:
-    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one. The
-    `data_fingerprint` is that of the configuration's calibration text."""
+    """Return the identity of a trial: of its configuration (None: the dense model), model, data and protocol. Two identical
+    ones are one. The `data_fingerprint` is that of the configuration's calibration text."""
     return digest(
         {
             "config": config.identity() if config else {},

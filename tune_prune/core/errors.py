@@ -47,7 +47,7 @@ class NotStarted(MachineError):
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """A type of a flag, for argparse: what is wrong with a value becomes part of the usage error."""
+    """Return a type of a flag, for argparse: what is wrong with a value becomes part of the usage error."""
 
     def parse(text: str) -> int:
         try:
@@ -83,7 +83,7 @@ def refused(error: BaseException) -> tuple[str, int] | None:
 
 
 def _free(name: str) -> str:
-    """How much is free where that file is, or was to be; empty where nobody knows."""
+    """Return how much is free where that file is, or was to be; empty where nobody knows."""
     folder = Path(name).absolute().parent
     try:
         usage = shutil.disk_usage(folder)
@@ -100,7 +100,7 @@ def require(name: str, value: str, known: Iterable[str]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A clause for an error about an unknown name: the closest known name, then all of them."""
+    """Return a clause for an error about an unknown name: the closest known name, then all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""

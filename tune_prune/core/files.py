@@ -37,14 +37,19 @@ class DamagedFile(UserError):
         return f"{self.path} is {self.what}; {self.step}"
 
 
+def cache_folder() -> Path:
+    """Return tune_prune's folder in the user's cache folder; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tune_prune"
+
+
 def is_too_long(path: str) -> bool:
-    """Whether no file or folder can have that path, or one of its parts as its name: both are bounded in bytes."""
+    """Say whether no file or folder can have that path, or one of its parts as its name: both are bounded in bytes."""
     return len(os.fsencode(path)) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in path.split("/"))
 
 
 def utf8_text(content: bytes, name: object, newline: str | None = None) -> str:
-    """The text of a file, without a byte order mark, its newlines as `open` reads them. Raises UserError for `name`, with the place
-    in the file of the first byte that is no UTF-8."""
+    """Return the text of a file, without a byte order mark, its newlines as `open` reads them. Raises UserError for `name`,
+    with the place in the file of the first byte that is no UTF-8."""
     start = 3 if content.startswith(b"\xef\xbb\xbf") else 0
     try:
         return io.StringIO(content[start:].decode(), newline).read()
@@ -53,8 +58,9 @@ def utf8_text(content: bytes, name: object, newline: str | None = None) -> str:
 
 
 def to_json(value: Any, indent: int | None = 2, plain_ascii: bool = False) -> str:
-    """The text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented (None: one line), a newline
-    at the end; `plain_ascii`: for streams, with every other letter spelt out, so that nothing in it acts on a terminal.
+    """Return the text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented (None: one line), a
+    newline at the end; `plain_ascii`: for streams, with every other letter spelt out, so that nothing in it acts on a
+    terminal.
 
     JSON has no NaN or infinity: they become the strings "nan", "inf" and "-inf"; `number` turns them back.
     """
@@ -62,7 +68,7 @@ def to_json(value: Any, indent: int | None = 2, plain_ascii: bool = False) -> st
 
 
 def number(value: Any) -> float | int:
-    """The number that `to_json` wrote as `value`; ValueError if it is none."""
+    """Return the number that `to_json` wrote as `value`; ValueError if it is none."""
     if isinstance(value, str) and value in NON_FINITE:
         return NON_FINITE[value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -71,8 +77,8 @@ def number(value: Any) -> float | int:
 
 
 def parse_json(path: PurePath, content: bytes | None = None) -> dict[str, Any]:
-    """The JSON object in the file `path` (`content`: what was read from it already). Raises DamagedFile if it holds anything
-    else."""
+    """Return the JSON object in the file `path` (`content`: what was read from it already). Raises DamagedFile if it holds
+    anything else."""
     try:
         value = json.loads(
             (Path(path).read_bytes() if content is None else content).decode(), parse_constant=_no_number

@@ -58,7 +58,7 @@ class Hyperparameter:
         return self.kind.read(self.example) if self.required else self.default
 
     def in_name(self, value: Any) -> str:
-        """A value in a configuration's name."""
+        """Return a value in a configuration's name."""
         return f"{self.name_prefix}{self.kind.short(value)}"
 
     @property
@@ -169,7 +169,8 @@ RECIPE = {name: row for name, row in HYPERPARAMETERS.items() if row.switch}
 
 
 def unread(values: Mapping[str, Any]) -> set[str]:
-    """The hyperparameters among `values`, of a configuration, that nothing reads: of a refit or a recovery that it has not."""
+    """Return the hyperparameters among `values`, of a configuration, that nothing reads: of a refit or a recovery that it
+    has not."""
     return {name for name, row in RECIPE.items() if row.of and values.get(row.of, "none") == "none"}
 
 
@@ -179,5 +180,5 @@ OLDER_NAMES |= {"pruning_method": "method", "seeds": "seed"}
 
 
 def renamed(values: Any) -> Any:
-    """A mapping with older names of hyperparameters replaced; anything else as it is."""
+    """Return a mapping with older names of hyperparameters replaced; anything else as it is."""
     return {OLDER_NAMES.get(k, k): v for k, v in values.items()} if isinstance(values, Mapping) else values

@@ -25,13 +25,13 @@ class Kind(Protocol):
     is_text: bool  # its values are text, so a file may quote them
 
     def read(self, text: str) -> Any:
-        """The value that a file or a flag asks for; ValueError where it is none. As here: the text itself."""
+        """Return the value that a file or a flag asks for; ValueError where it is none. As here: the text itself."""
         if not self.holds(text):
             raise ValueError(text)
         return text
 
     def holds(self, value: Any) -> bool:
-        """Whether a configuration may have that value."""
+        """Say whether a configuration may have that value."""
 
     def of(self, value: Any) -> Any:
         """The value that a Python caller asks for; ValueError where it is none."""
@@ -42,7 +42,7 @@ class Kind(Protocol):
         return value
 
     def short(self, value: Any) -> str:
-        """The value in names, also of files."""
+        """Return the value in names, also of files."""
         return str(value)
 
 
@@ -174,14 +174,14 @@ class TextNames(Kind):
 
 
 def _float(text: str) -> float:
-    """As Python reads it, but for 0.1_5, which is a slip of the finger. Raises ValueError."""
+    """Return a number as Python reads it, but for 0.1_5, which is a slip of the finger. Raises ValueError."""
     if "_" in text:
         raise ValueError(text)
     return float(text)
 
 
 def texts_of(source: str) -> list[str]:
-    """The texts of a mixture, known names or absolute paths without a plus sign; of any other source itself alone."""
+    """Return the texts of a mixture, known names or absolute paths without a plus sign; of any other source itself alone."""
     parts = source.split("+")
     return parts if all(part in KNOWN_TEXTS or part.startswith("/") for part in parts) else [source]
 

@@ -1,9 +1,10 @@
 """The records of an experiment: what it is (experiment.json), its trials (the ledger, the single source of truth: every table is a
 view of it), the dense models, the cost of passes over a model and that of all.
 
-Each object is sealed: its checksum is of its content and of the name that it stands under. A trial's record has the checksums of
-the trial's files. What a key hashes stands in experiment.json, so that a record shows whether it is of that experiment. Files of
-older versions have no checksums, and are read as far as types and keys prove them, where experiment.json has none either.
+Each object is sealed: its checksum is of its text and of the name that it stands under. A trial's record has the checksums of
+the trial's files. What a key hashes stands in experiment.json, so that a record shows whether it is of that experiment.
+
+`Experiment.read(store)` reads all of it, once; `Ledger` reads and writes one record at a time.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import DamagedFile, to_json
-from tune_prune.core.hashing import is_sealed, sealed
-from tune_prune.core.records import About, Cost, PassCost, StageReport, TrialRecord
+from tune_prune.core.files import DamagedFile
+from tune_prune.core.hashing import sealed, unsealed
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import (
     ATTEMPTS,
     BASELINES,
@@ -33,7 +35,9 @@ from tune_prune.core.store import (
     Store,
     open_store,
 )
-from tune_prune.core.validation import validated
+from tune_prune.core.validation import Number, validated
+
+T = TypeVar("T")
 
 _FORGET_COST = "delete it (cost.json counts a little less then), or restore it from a copy"
 _FORGET_COSTS = "delete it: the same search command writes it anew"
@@ -41,93 +45,77 @@ _NO_OTHER = "restore it from a copy, or start another experiment with --name"
 
 
 class Ledger:
-    """The finished trials of the experiment in `store`, one file each."""
+    """The trials of the experiment in `store`: a file for each that is finished, one for each attempt that is not."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def path(self, key: str) -> Location:
-        """Where the record of a trial is, for messages."""
+        """Return where the record of a trial is, for messages."""
         failed = self._store.has(_failed(key)) and not self._store.has(_name(key))
         return self._store.path(_failed(key) if failed else _name(key))
 
+    def note(self, record: TrialRecord, unfinished_s: float | None = None) -> None:
+        """Keep a record that is running, in place of what was noted of this attempt before.
+
+        It is all that is there of one that is killed.
+        `unfinished_s`: it died so many seconds after its last stage, of which its own note may know more stages."""
+        name = _attempt(record)
+        if unfinished_s is not None:
+            earlier = self._noted(name)
+            if earlier is not None and len(earlier.stages) > len(record.stages):
+                record = earlier
+            record = replace(record, elapsed_time_s=unfinished_s + sum(stage.duration_s for stage in record.stages))
+        put_sealed(self._store, name, record.to_dict())
+
     def write(self, record: TrialRecord) -> TrialRecord:
-        """Record a trial, and return what the ledger holds of it now: a failed record is replaced, a finished one never, whichever
-        process comes late. Raises DamagedFile."""
+        """Record a trial that has ended, and return what the ledger holds of it now: a failed record is replaced, a finished one
+        never, whichever process comes late. Raises DamagedFile."""
         key = record.key
         if record.status == "failed":
             earlier = self.read(key)
             if earlier is None or earlier.status == "failed":
                 # Under a name of its own, so that it replaces nothing of a process that finishes the trial at this moment.
-                self._store.put(_failed(key), sealed_text(_failed(key), record.to_dict()))
+                put_sealed(self._store, _failed(key), record.to_dict())
             return self.read(key) or record
-        text = sealed_text(_name(key), record.to_dict())
-        if not self._store.put_new(_name(key), text):
-            finished = self._read(key, _name(key))
-            if finished is not None and finished.status != "failed":
-                return finished
-            self._store.put(_name(key), text)  # in place of a failed one of an older version, which has that name
+        if not self._store.put_new(_name(key), sealed(_name(key), record.to_dict())):
+            record = self._read(_name(key)) or record
         self._store.remove(_failed(key))
         return record
 
-    def seal(self, record: TrialRecord) -> None:
-        """Write the record of an older version as they are written today."""
-        if record.status != "failed":  # it is tried again
-            self._store.put(_name(record.key), sealed_text(_name(record.key), record.to_dict()))
+    def forget(self, record: TrialRecord) -> None:
+        """Remove what was noted of an attempt whose record is kept."""
+        self._store.remove(_attempt(record))
 
     def read(self, key: str) -> TrialRecord | None:
-        """The record of a trial, None if it has none. Raises DamagedFile."""
-        failed = self._read(key, _failed(key))  # first, as it is removed when the finished one is there
-        finished = self._read(key, _name(key))
-        return failed if finished is None or (failed is not None and finished.status == "failed") else finished
-
-    def _read(self, key: str, name: str) -> TrialRecord | None:
-        values, path = self._store.read(name), self._store.path(name)
-        if values is None:
-            return None
-        record = parse_record(values, path)
-        if record.key != key:
-            raise DamagedFile(path, f"the record of another trial, {record.key!r}")
-        if (
-            is_sealed(values) or record.status != "failed"
-        ):  # older versions' failures stay as they are: they are tried again
-            _check_seal(self._store, name, values, path)
-        try:
-            PruningConfig.from_dict(record.config)
-        except (UserError, TypeError) as error:
-            raise DamagedFile(path, f"a record whose configuration is not possible ({error})") from error
-        return record
+        """Return the record of a trial that has ended, None if it has none. Raises DamagedFile."""
+        failed = self._read(_failed(key))  # first, as it is removed when the finished one is there
+        return self._read(_name(key)) or failed
 
     def records(self) -> list[TrialRecord]:
-        """All records, by key. Raises DamagedFile."""
-        records, damaged = self.readable()
-        if damaged:
-            raise damaged[0]
-        return records
+        """Return all records of trials that have ended, by key. Raises DamagedFile."""
+        return _undamaged(self.readable())
 
     def readable(self) -> tuple[list[TrialRecord], list[DamagedFile]]:
-        """The records that can be read, by key, and what is wrong with the others."""
+        """Return the records that can be read, by key, and what is wrong with the others. One request each, many at a time."""
         names = {PurePosixPath(name).name for name in self._store.names(LEDGER) if name.endswith(".json")}
         keys = sorted({name.removesuffix(".json").removesuffix(".failed") for name in names})
 
-        def found_or_damage(key: str) -> TrialRecord | DamagedFile | None:
-            try:
-                return self.read(key) if f"{key}.failed.json" in names else self._read(key, _name(key))
-            except DamagedFile as error:
-                return error
+        def read(key: str) -> TrialRecord | None:
+            # A failed one may have been finished since they were listed.
+            return self.read(key) if f"{key}.failed.json" in names else self._read(_name(key))
 
-        if self._store.readers == 1:
-            found = [found_or_damage(key) for key in keys]
-        else:
-            with ThreadPoolExecutor(self._store.readers) as pool:
-                found = list(pool.map(found_or_damage, keys))
-        # A record may have been removed since they were listed.
-        records = [one for one in found if isinstance(one, TrialRecord)]
-        return records, [one for one in found if isinstance(one, DamagedFile)]
+        return read_all(self._store, keys, read)
+
+    def attempts(self, ended: Iterable[TrialRecord]) -> list[TrialRecord]:
+        """Return the records of attempts that were killed: those noted that are not among the `ended`. Raises DamagedFile."""
+        kept = {_attempt(record) for record in ended}
+        names = [name for name in self._store.names(ATTEMPTS) if name not in kept]
+        return _undamaged(read_all(self._store, names, self._noted))
 
     def trial_file(self, key: str, name: str) -> bytes | None:
-        """A file of a trial's folder; None if it is not there. Raises DamagedFile where it is not the one that the trial's record
-        was written with."""
+        """Return a file of a trial's folder; None if it is not there. Raises DamagedFile where it is not the one that the trial's
+        record was written with."""
         content = self._store.get(f"{TRIALS}/{key}/{name}")
         record = None if content is None else self.read(key)
         known = None if record is None else record.files.get(name)
@@ -136,69 +124,102 @@ class Ledger:
             raise DamagedFile(self._store.path(f"{TRIALS}/{key}/{name}"), "not the file that its trial wrote", step)
         return content
 
+    def _read(self, name: str) -> TrialRecord | None:
+        record = read_sealed(self._store, name, TrialRecord.read, "a trial record")
+        if record is not None and record.key != PurePosixPath(name).name.removesuffix(".json").removesuffix(".failed"):
+            raise DamagedFile(self._store.path(name), f"the record of another trial, {record.key!r}")
+        return record
+
+    def _noted(self, name: str) -> TrialRecord | None:
+        return read_sealed(self._store, name, TrialRecord.read, "what an attempt at a trial has done", _FORGET_COST)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All that the folder of an experiment says of it, read once: whoever needs it is handed it on."""
+
+    store: Store
+    about: Mapping[str, Any] | None = None  # experiment.json
+    baselines: Mapping[str, TrialRecord] = field(default_factory=dict)  # the dense models' records, by label
+    records: Sequence[TrialRecord] = ()  # of trials that have ended, by key
+    passes: Sequence[Mapping[str, Any]] = ()  # what passes that trials share have cost
+    killed: Sequence[TrialRecord] = ()  # attempts that have no other record
+
+    @classmethod
+    def read(cls, store: Store) -> Experiment:
+        """Read the experiment in `store`; of an empty folder nothing. Raises DamagedFile."""
+        ledger, baselines = Ledger(store), read_baselines(store)
+        records = ledger.records()
+        killed = ledger.attempts([*records, *baselines.values()])
+        return cls(store, read_about(store), baselines, records, read_passes(store), killed)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no result yet."""
+        return not self.records and not self.baselines
+
+    @property
+    def finished(self) -> dict[str, TrialRecord]:
+        """The records of trials that are not tried again, by key."""
+        return {record.key: record for record in self.records if record.status != "failed"}
+
 
 def file_checksum(content: bytes) -> str:
-    """What a record keeps of each of its trial's files: SHA-256, hexadecimal."""
+    """Return what a record keeps of each of its trial's files: SHA-256, hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def trial_file(folder: Location, name: str) -> bytes | None:
-    """`Ledger.trial_file` of the trial whose folder that is; of one that is no folder of an experiment the file as it is."""
+    """Return `Ledger.trial_file` of the trial whose folder that is; of one that is no folder of an experiment the file as it is."""
     if folder.parent.name != TRIALS:
         return open_store(folder).get(name)
     return Ledger(open_store(folder.parent.parent)).trial_file(folder.name, name)
 
 
-class PassLog:
-    """The cost of every pass over a dense model that trials share, one file each; kept whichever start of a search made the pass
-    and however that start ended."""
+def write_pass(store: Store, about: Mapping[str, Any], report: StageReport) -> None:
+    """Record a pass over a dense model that trials share: `about` (model, seq_len, samples) and its cost.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    It is kept whichever start of a search made it and however that start ended."""
+    told = ("stage", "duration_s", "tokens", "peak_memory_bytes", "way")
+    name = f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json"
+    put_sealed(store, name, {**about, **{name: getattr(report, name) for name in told}})
 
-    def write(self, about: Mapping[str, Any], report: StageReport) -> None:
-        """Record a pass: `about` (model, seq_len, samples) and its cost."""
-        told = ("stage", "duration_s", "tokens", "peak_memory_bytes", "way")
-        cost = {name: getattr(report, name) for name in told}
-        name = f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json"
-        self._store.put(name, sealed_text(name, {**about, **cost}))
 
-    def read(self) -> list[dict[str, Any]]:
-        """All passes, in no order. Raises DamagedFile."""
-        passes, damaged = self.readable()
-        if damaged:
-            raise damaged[0]
-        return passes
+def read_passes(store: Store) -> list[dict[str, Any]]:
+    """Return the cost of all passes, in no order. Raises DamagedFile."""
+    return _undamaged(readable_passes(store))
 
-    def readable(self) -> tuple[list[dict[str, Any]], list[DamagedFile]]:
-        """The passes that can be read, in no order, and what is wrong with the others."""
-        passes, damaged = [], []
-        for name in self._store.names(PASSES):
-            try:
-                if (values := self._read(name)) is not None:
-                    passes.append(values)
-            except DamagedFile as error:
-                damaged.append(error)
-        return passes, damaged
 
-    def seal(self) -> None:
-        """Write those of older versions as they are written today."""
-        for name in self._store.names(PASSES):
-            if (values := self._read(name)) is not None:
-                self._store.put(name, sealed_text(name, values))
+def readable_passes(store: Store) -> tuple[list[dict[str, Any]], list[DamagedFile]]:
+    """Return the passes that can be read, in no order, and what is wrong with the others."""
 
-    def _read(self, name: str) -> dict[str, Any] | None:
-        return proven(self._store, name, PassCost, "the cost of a pass", _FORGET_COST)
+    def read(name: str) -> dict[str, Any] | None:
+        return read_sealed(store, name, _holding(StageReport), "the cost of a pass", _FORGET_COST)
+
+    return read_all(store, store.names(PASSES), read)
+
+
+def read_baselines(store: Store) -> dict[str, TrialRecord]:
+    """Return the dense models' records by label; empty when there are none yet. Raises DamagedFile."""
+
+    def read(content: bytes) -> dict[str, TrialRecord]:
+        return {label: TrialRecord.read(values) for label, values in json.loads(content).items()}
+
+    return read_sealed(store, BASELINES, read, "the records of original models") or {}
+
+
+def write_baselines(store: Store, baselines: Mapping[str, TrialRecord]) -> None:
+    put_sealed(store, BASELINES, {label: record.to_dict() for label, record in baselines.items()})
 
 
 def read_about(store: Store) -> dict[str, Any] | None:
-    """experiment.json; None where there is none. Fields may be missing; those that are there are of their types. Raises
+    """Return experiment.json; None where there is none. Fields may be missing; those that are there are of their types. Raises
     DamagedFile."""
-    return proven(store, EXPERIMENT, About, "the description of an experiment", _NO_OTHER)
+    return read_sealed(store, EXPERIMENT, _holding(_About), "the description of an experiment", _NO_OTHER)
 
 
 def required_about(store: Store) -> dict[str, Any]:
-    """experiment.json of an experiment that has results. Raises UserError where it is missing, DamagedFile."""
+    """Return experiment.json of an experiment that has results. Raises UserError where it is missing, DamagedFile."""
     about = read_about(store)
     if about is None:
         raise UserError(
@@ -208,101 +229,78 @@ def required_about(store: Store) -> dict[str, Any]:
     return about
 
 
-def proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[str, Any] | None:
-    """What is kept under `name`, with fields of the types of `kind` and, where it has one, a checksum that holds; None where there
-    is nothing. Raises DamagedFile: it is not `what`, and `step` says what to do."""
-    path = store.path(name)
-    try:
-        values = store.read(name)
-        if values is None:
-            return None
-        validated(kind, values)
-    except DamagedFile as error:
-        raise DamagedFile(error.path, error.what, step) from error
-    except ValueError as error:
-        raise DamagedFile(path, f"not {what} ({error})", step) from error
-    return _check_seal(store, name, values, path, step)
-
-
 def write_about(store: Store, about: Mapping[str, Any]) -> None:
-    store.put(EXPERIMENT, sealed_text(EXPERIMENT, about))
+    put_sealed(store, EXPERIMENT, about)
 
 
 def read_costs(store: Store) -> dict[str, Any] | None:
-    """cost.json; None where there is none. Raises DamagedFile."""
-    return proven(store, COST, Cost, "an account of costs", _FORGET_COSTS)
+    """Return cost.json; None where there is none. Raises DamagedFile."""
+    return read_sealed(store, COST, _holding(_Cost), "an account of costs", _FORGET_COSTS)
 
 
 def write_costs(store: Store, costs: Mapping[str, Any]) -> None:
-    store.put(COST, sealed_text(COST, costs))
+    put_sealed(store, COST, costs)
 
 
-class AttemptLog:
-    """What every attempt at a trial or baseline has computed so far, one file each, a stage at a time. Of one that was killed that
-    is all there is; of one that ended well the record says the same, and the file goes."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def write(self, record: TrialRecord, unfinished_s: float | None = None) -> None:
-        """Note an attempt as far as `record` goes; `unfinished_s`: that it died so many seconds after its last stage, of which its
-        own note may say more."""
-        name = _attempt(record)
-        noted = self._read(name) if unfinished_s is not None else None
-        about: dict[str, Any] = {"key": record.key, "model": record.model, "resources": record.resources}
-        about |= {"started_at": record.started_at, "search_id": record.search_id}
-        stages: list[dict[str, Any]] = (noted or {}).get("stages", [])
-        about["stages"] = max(record.stages, stages, key=len)
-        self._store.put(name, sealed_text(name, {**about, "unfinished_s": unfinished_s or 0.0}))
-
-    def drop(self, record: TrialRecord) -> None:
-        """Its record is kept."""
-        self._store.put_all({_attempt(record): None})
-
-    def read(self, kept: Iterable[TrialRecord]) -> list[TrialRecord]:
-        """The attempts whose record is not among the `kept`, as records: `elapsed_time_s` has the unfinished stage, too. Raises
-        DamagedFile."""
-        names = {_attempt(record) for record in kept}
-        found = []
-        for name in self._store.names(ATTEMPTS):
-            values = self._read(name) if name not in names else None
-            if values is not None:
-                record = parse_record({**values, "config": {}, "status": "failed"}, self._store.path(name))
-                record.elapsed_time_s = values["unfinished_s"] + sum(stage["duration_s"] for stage in record.stages)
-                found.append(record)
-        return found
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        values, path = self._store.read(name), self._store.path(name)
-        if values is None or is_sealed(values):
-            return None if values is None else _check_seal(self._store, name, values, path, _FORGET_COST)
-        raise DamagedFile(path, "not what an attempt at a trial has done (it has no checksum)", _FORGET_COST)
+def put_sealed(store: Store, name: str, values: Mapping[str, Any]) -> None:
+    """Keep `values` under `name` with their checksum."""
+    store.put(name, sealed(name, values))
 
 
-def read_baselines(store: Store) -> dict[str, TrialRecord]:
-    """The dense models' records by label; empty when there are none yet. Raises DamagedFile."""
-    values = store.read(BASELINES) or {}
-    return {label: parse_baseline(store, label, record) for label, record in values.items()}
+def read_sealed(store: Store, name: str, read: Callable[[bytes], T], what: str, *step: str) -> T | None:
+    """Return what `read` makes of the text under `name`, once its checksum has proven it; None where there is nothing.
 
-
-def parse_baseline(store: Store, label: str, values: Any) -> TrialRecord:
-    """One of the records that `write_baselines` wrote. Raises DamagedFile."""
-    record = parse_record(values, store.path(BASELINES))
-    _check_seal(store, f"{BASELINES}/{label}", values, store.path(BASELINES))
-    return record
-
-
-def write_baselines(store: Store, baselines: Mapping[str, TrialRecord]) -> None:
-    records = {label: _sealed(f"{BASELINES}/{label}", record.to_dict()) for label, record in baselines.items()}
-    store.put(BASELINES, to_json(records))
-
-
-def parse_record(values: Any, path: Location) -> TrialRecord:
-    """The record that `to_json(record.to_dict())` wrote. Raises DamagedFile naming `path` and the field."""
+    Raises DamagedFile where the checksum does not hold or `read` raises ValueError: it is not `what`, `step` says what to do."""
+    path = store.path(name)
     try:
-        return TrialRecord.from_dict(values)
+        content = store.get(name)
+    except DamagedFile as error:
+        raise DamagedFile(error.path, error.what, *step) from error
+    if content is None:
+        return None
+    try:
+        text = unsealed(name, content)
     except ValueError as error:
-        raise DamagedFile(path, f"not a trial record ({error})") from error
+        raise DamagedFile(path, str(error), *step) from error
+    try:
+        return read(text)
+    except ValueError as error:
+        raise DamagedFile(path, f"not {what} ({error})", *step) from error
+
+
+def _holding(kind: type) -> Callable[[bytes], dict[str, Any]]:
+    """Return a reader of all values of an object that has the fields of `kind`: there may be more."""
+
+    def read(text: bytes) -> dict[str, Any]:
+        validated(kind, text)
+        return dict(json.loads(text))
+
+    return read
+
+
+def read_all(store: Store, names: Sequence[str], read: Callable[[str], T | None]) -> tuple[list[T], list[DamagedFile]]:
+    """Return what `read` gives of each name that is still there, as many at a time as the store answers, and what is damaged."""
+
+    def one(name: str) -> T | DamagedFile | None:
+        try:
+            return read(name)
+        except DamagedFile as error:
+            return error
+
+    if store.readers == 1:
+        found = list(map(one, names))
+    else:
+        with ThreadPoolExecutor(store.readers) as pool:
+            found = list(pool.map(one, names))
+    damaged = [one for one in found if isinstance(one, DamagedFile)]
+    return [one for one in found if one is not None and not isinstance(one, DamagedFile)], damaged
+
+
+def _undamaged(found: tuple[list[T], list[DamagedFile]]) -> list[T]:
+    values, damaged = found
+    if damaged:
+        raise damaged[0]
+    return values
 
 
 def _name(key: str) -> str:
@@ -318,25 +316,83 @@ def _attempt(record: TrialRecord) -> str:
     return f"{ATTEMPTS}/{record.key}-{when}-{record.search_id}.json"
 
 
-def _sealed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return sealed(name, json.loads(to_json(values)))
+@dataclass
+class _Cost:
+    """The fields of cost.json (ray_results/README.md) that are read; any of them may be missing, and there are more."""
+
+    trials: int = 0
+    seconds_per_stage: dict[str, Number] = field(default_factory=dict)
+    worker_seconds: Number = 0.0
+    evaluation_fraction: Number = 0.0
+    gpu_hours: Number = 0.0
 
 
-def sealed_text(name: str, values: Mapping[str, Any]) -> str:
-    return to_json(_sealed(name, values))
+@dataclass
+class _Meaning:
+    """What must not change in an experiment, of one model."""
+
+    model: str = ""  # fingerprint
+    data: str = ""  # likewise
+    calibration: str = ""
+    texts: dict[str, str] = field(default_factory=dict)  # data fingerprints with other calibration texts
+    protocol: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    dtype: str = ""
+    pruning_ratio: float | list[float] = 0.0
+    shape: str | list[str] = ""
 
 
-def _check_seal(store: Store, name: str, values: dict[str, Any], path: Location, *step: str) -> dict[str, Any]:
-    """`values`, as they were read. Raises DamagedFile where their checksum is another one, and where they have none though the
-    experiment has: `tuning.experiment` seals all that older versions have left before experiment.json."""
-    if not is_sealed(values):
-        if name != EXPERIMENT and is_sealed(store.read(EXPERIMENT) or {}):
-            raise DamagedFile(path, f"without a checksum, beside an {EXPERIMENT} that has one", *step)
-        return values
-    try:
-        genuine = sealed(name, values) == values
-    except ValueError:  # a number beyond all floats has become infinite
-        genuine = False
-    if not genuine:
-        raise DamagedFile(path, "damaged or of another place (its checksum does not match)", *step)
-    return values
+@dataclass
+class _Sizes:
+    mlp_width: list[int]
+    total_params: int
+
+
+@dataclass
+class _ModelAbout:
+    run: ModelRun = field(default=None)  # type: ignore[assignment]  # may be missing, but not null
+    meaning: _Meaning = field(default_factory=_Meaning)
+    geometry: _Sizes = field(default_factory=lambda: _Sizes([], 0))
+    perplexity_window: int = 0
+    target_params: int | list[int] = 0
+    trial_keys: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _About:
+    """The types of the fields of experiment.json (ray_results/README.md); any of them may be missing."""
+
+    command: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    search: str = ""
+    num_trials: int = 0
+    space: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, _ModelAbout] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+
+
+def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
+    """Return how `record`, of a trial or a dense model, differs from the experiment that experiment.json (`about`) describes, as
+    the end of "it is ..."; "" where it is one of its own, as far as `about` tells."""
+    models = about.get("models")
+    if models is None:
+        return ""
+    if record.model not in models:
+        return f"of a model, {record.model}, that {EXPERIMENT} does not name"
+    entry, config = models[record.model], record.config
+    meaning = entry.get("meaning", {})
+    if "run" in entry and {"model", "data"} <= set(meaning):
+        data = meaning["data"]
+        if config is not None and config.calibration is not None:
+            data = meaning.get("texts", {}).get(config.calibration)
+        if data is None:
+            return f"of another search: {EXPERIMENT} does not name its calibration text"
+        key = trial_key(config, meaning["model"], data, validated(ModelRun, entry["run"]))
+        if record.key != key:
+            return f"of another search: its key would be {key} by the model, data and settings in {EXPERIMENT}"
+    for name in ("pruning_ratio", "shape") if config is not None else ():
+        own, searched = getattr(config, name), meaning.get(name)
+        if searched is not None and own not in (searched if isinstance(searched, list) else [searched]):
+            return f"of another search: its {name} is {own}, in {EXPERIMENT} {searched}"
+    return ""

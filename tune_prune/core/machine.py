@@ -72,7 +72,7 @@ def cpus() -> int:
 
 
 def memory() -> Memory:
-    """The memory of this machine, or of this process's control groups where they are limited to less."""
+    """Return the memory of this machine, or of this process's control groups where they are limited to less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = min(total, 1024 * _table(ROOT / "proc/meminfo").get("MemAvailable:", total))
     for group in _control_groups("memory"):
@@ -88,7 +88,7 @@ def memory() -> Memory:
 
 
 def in_memory(folder: str) -> bool:
-    """Whether what is written to `folder` takes memory, as in a tmpfs, which /tmp is on many systems (proc_mounts(5))."""
+    """Say whether what is written to `folder` takes memory, as in a tmpfs, which /tmp is on many systems (proc_mounts(5))."""
     place = Path(folder).resolve()
     mounts = (line.split() for line in _text(ROOT / "proc/mounts").splitlines())
     kinds = {where.replace("\\040", " "): kind for _, where, kind, *_ in mounts}  # of the last that is mounted there
@@ -97,12 +97,12 @@ def in_memory(folder: str) -> bool:
 
 
 def load() -> Load:
-    """What the CPUs were doing in the last minute."""
+    """Return what the CPUs were doing in the last minute."""
     return Load(os.getloadavg()[0], cpus())
 
 
 def parse_size(text: str) -> int:
-    """Bytes of an amount of memory such as 20GiB, 24 GB or 900MiB. Raises ValueError for anything else."""
+    """Return the bytes of an amount of memory such as 20GiB, 24 GB or 900MiB. Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip(), re.IGNORECASE)
     unit = found and next((UNITS[name] for name in UNITS if name.lower() == found[2].lower()), None)
     if not found or not unit or not 2**20 <= float(found[1]) * unit <= 2**50:
@@ -111,19 +111,19 @@ def parse_size(text: str) -> int:
 
 
 def size(count: float) -> str:
-    """Bytes as text."""
+    """Return bytes as text."""
     unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
     return f"{count / unit:.{int(name == 'GiB' or count < unit)}f} {name}"
 
 
 def at_least(count: int) -> str:
-    """As `size`, but never less and as `parse_size` reads it."""
+    """Return bytes as text that `parse_size` reads, and never fewer than `count`."""
     return f"{math.ceil(10 * count / 2**30) / 10:g}GiB" if count >= 2**30 else f"{math.ceil(count / 2**20)}MiB"
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Folders of the groups, of either version, that may limit this process, each with those around it. In a container they
-    may be mounted as the root, whatever their names outside are."""
+    """Yield folders of the groups, of either version, that may limit this process, each with those around it. In a
+    container they may be mounted as the root, whatever their names outside are."""
     for line in _text(ROOT / "proc/self/cgroup").splitlines():  # "4:cpu,cpuacct:/a/b", of version 2 "0::/a/b"
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -135,7 +135,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """A file of lines "name number ..."; nothing where it is not there."""
+    """Return the numbers of a file of lines "name number ..." by name; nothing where it is not there."""
     lines = (line.split() for line in _text(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
@@ -145,7 +145,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """What the kernel says there; nothing where it has no such file, or shows it to nobody."""
+    """Return what the kernel says there; nothing where it has no such file, or shows it to nobody."""
     try:
         return path.read_text()
     except OSError:
@@ -153,7 +153,7 @@ def _text(path: Path) -> str:
 
 
 def lives(pid: int) -> bool:
-    """Whether this machine has a process of that id now, whoever's it is."""
+    """Say whether this machine has a process of that id now, whoever's it is."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -8,7 +8,7 @@ z / (2 (n + z^2)), is the standard error that has an interval of this width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 ACCURACY_DIGITS = 12  # beyond them two accuracies differ by rounding, not in an item
@@ -23,57 +23,61 @@ MEASURES = {
 }
 
 
-def measured(metrics: Mapping[str, float], measure: str) -> float:
-    """One of MEASURES of a trial, more is better: the mean of those of its metrics that are known; NaN where none is, or one is
-    infinite."""
+def measured(metrics: Mapping[str, float], measure: str, known: Container[str] = ()) -> float:
+    """Return one of MEASURES of a trial, more is better: the mean of its metrics.
+
+    `known`: those that trials have which it is compared with: NaN where it lacks one of them, has none, or one is infinite."""
     sign, names = MEASURES[measure]
-    values = [metrics[name] for name in names if name in metrics]
-    found = sign * sum(values) / len(values) if values else math.nan
-    return found if math.isfinite(found) else math.nan
+    values = [metrics.get(name, math.nan) for name in names if name in metrics or name in known]
+    mean = sign * sum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else math.nan
 
 
 def comparable(accuracy: float) -> float:
-    """An accuracy to compare by: means of the same fractions differ in their last bits where they were summed in another order."""
+    """Return an accuracy to compare by: means of the same fractions differ in their last bits where they were summed in
+    another order."""
     return round(accuracy, ACCURACY_DIGITS)
 
 
 def fraction(value: float) -> str:
-    """An accuracy or its error, as all tables have it: .8851."""
+    """Return an accuracy or its error, as all tables have it: .8851."""
     return f"{value:.4f}".replace("0.", ".", 1) if 0 <= value < 1 else f"{value:.4f}"
 
 
 def chance(choices: int, gold: int) -> float:
-    """The accuracy of picking one of so many choices blindly. NaN where the right one, `gold`, is -1: how many are right is not
-    kept; but 0 of one such, as an answer that is only asked for (lm-eval's type loglikelihood) is one of all that could be said."""
+    """Return the accuracy of picking one of so many choices blindly. NaN where the right one, `gold`, is -1: how many are
+    right is not kept; but 0 of one such, as an answer that is only asked for (lm-eval's type loglikelihood) is one of all
+    that could be said."""
     if choices == 1 and gold < 0:
         return 0.0
     return 1 / choices if gold >= 0 else math.nan
 
 
 def wilson_interval(accuracy: float, items: float) -> tuple[float, float]:
-    """Wilson's 95% interval of an accuracy of 0 or 1 over so many items."""
+    """Return Wilson's 95% interval of an accuracy of 0 or 1 over so many items."""
     width = _Z * _Z / (items + _Z * _Z)
     return (0.0, width) if accuracy == 0 else (1 - width, 1.0)
 
 
 def wilson_stderr(items: float) -> float:
-    """The standard error of an accuracy of 0 or 1 over so many items."""
+    """Return the standard error of an accuracy of 0 or 1 over so many items."""
     return _Z / (2 * (items + _Z * _Z))
 
 
 def wilson_items(stderr: float) -> float:
-    """Over how many items an accuracy of 0 or 1 has that standard error."""
+    """Return over how many items an accuracy of 0 or 1 has that standard error."""
     return _Z / (2 * stderr) - _Z * _Z
 
 
 def is_certain(metrics: Mapping[str, Any], task: str) -> bool:
-    """Whether the accuracy of a task is 0 or 1 and has a standard error of 0."""
+    """Say whether the accuracy of a task is 0 or 1 and has a standard error of 0."""
     return metrics.get(f"acc_{task}") in (0, 1) and metrics.get(f"acc_{task}_stderr") == 0
 
 
 def wilson_errors(metrics: Mapping[str, Any], items: Mapping[str, float]) -> dict[str, float]:
-    """By name what takes the place of standard errors in `metrics`: that of Wilson's interval of a task with an accuracy of 0 or 1
-    and an error of 0 (`items`: how many it has), and that of acc_mean with what it adds, of k tasks its square over k^2."""
+    """Return what takes the place of standard errors in `metrics`, by name: that of Wilson's interval of a task with an
+    accuracy of 0 or 1 and an error of 0 (`items`: how many it has), and that of acc_mean with what it adds, of k tasks its
+    square over k^2."""
     found = {f"acc_{task}_stderr": wilson_stderr(n) for task, n in items.items() if is_certain(metrics, task)}
     if found and metrics.get("acc_mean_stderr") is not None:
         names = (name for name in metrics if name.startswith("acc_") and not name.endswith("_stderr"))

@@ -10,13 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import digest
-from tune_prune.core.ledger import proven, sealed_text
+from tune_prune.core.ledger import put_sealed, read_all, read_sealed
 from tune_prune.core.store import SPEED, Store
 from tune_prune.core.validation import Count, Number, Positive, Text, validated
 
@@ -35,7 +36,8 @@ class Relative:
 
 
 def relative(dense_s: Sequence[float], own_s: Sequence[float]) -> Relative:
-    """Of the seconds of rounds, in each of which both were measured, one after the other."""
+    """Return how many times as fast `own_s` are: seconds of rounds, in each of which both were measured, one after the
+    other."""
     rounds = [dense / own for dense, own in zip(dense_s, own_s, strict=True)]
     return Relative(statistics.median(dense_s) / statistics.median(own_s), min(rounds), max(rounds))
 
@@ -99,9 +101,9 @@ class SpeedRecord:
 
 
 def write_speed(store: Store, record: SpeedRecord) -> str:
-    """Keep a measurement, in place of an earlier one of that trial under the same conditions; returns its name."""
+    """Keep a measurement, in place of an earlier one of that trial under the same conditions; return its name."""
     name = speed_name(record.key, record.conditions)
-    store.put(name, sealed_text(name, asdict(record)))
+    put_sealed(store, name, asdict(record))
     return name
 
 
@@ -110,26 +112,16 @@ def speed_name(key: str, conditions: Conditions) -> str:
 
 
 def read_speed(store: Store, name: str) -> SpeedRecord | None:
-    """None where there is none. Raises DamagedFile."""
-    values = proven(store, name, SpeedRecord, "a measured speed", _AGAIN)
-    return None if values is None else validated(SpeedRecord, values)
+    """Return the measurement under `name`, None where there is none. Raises DamagedFile."""
+    return read_sealed(store, name, partial(validated, SpeedRecord), "a measured speed", _AGAIN)
 
 
 def readable_speeds(store: Store) -> tuple[list[SpeedRecord], list[DamagedFile]]:
-    """All that can be read, and what is wrong with the others."""
-    found, damaged = list[SpeedRecord](), list[DamagedFile]()
-    for name in store.names(SPEED):
-        try:
-            record = read_speed(store, name)
-        except DamagedFile as error:
-            damaged.append(error)
-            continue
-        if record is not None:
-            found.append(record)
-    return found, damaged
+    """Return all measurements that can be read, and what is wrong with the others."""
+    return read_all(store, store.names(SPEED), partial(read_speed, store))
 
 
 def newest_conditions(records: Sequence[SpeedRecord]) -> dict[str, SpeedRecord]:
-    """By the trial's key those that were measured under the conditions of the newest."""
+    """Return the records that were measured under the conditions of the newest, by the trial's key."""
     newest = max(records, key=lambda record: record.measured_at, default=None)
     return {record.key: record for record in records if newest and record.conditions == newest.conditions}

@@ -34,12 +34,12 @@ class Store(ABC):
     readers = 1  # threads that read many contents sooner
 
     def path(self, name: str) -> Location:
-        """Where `name` is, for messages."""
+        """Return where `name` is, for messages."""
         return self.folder / name
 
     @abstractmethod
     def within(self, name: str) -> Self:
-        """The contents whose names begin with `name` and a slash."""
+        """Return the contents whose names begin with `name` and a slash."""
 
     @abstractmethod
     def put(self, name: str, content: bytes | str) -> None:
@@ -61,29 +61,29 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Nothing is under `name` any more."""
+        """Remove what is under `name`, if anything is."""
 
     @abstractmethod
     def get(self, name: str) -> bytes | None:
-        """What is kept under `name`; None if nothing is. Raises DamagedFile if it cannot be read."""
+        """Return what is kept under `name`; None if nothing is. Raises DamagedFile if it cannot be read."""
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """The JSON object under `name`; None if there is nothing. Raises DamagedFile for anything else."""
+        """Return the JSON object under `name`; None if there is nothing. Raises DamagedFile for anything else."""
         content = self.get(name)
         return None if content is None else parse_json(self.path(name), content)
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether something is kept under `name`."""
+        """Say whether something is kept under `name`."""
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:
-        """The contents of a folder, sorted, as names for `get`; none where there is no such folder. What a killed writer left
-        behind (hidden names) does not count."""
+        """Return the contents of a folder, sorted, as names for `get`; none where there is no such folder. What a killed
+        writer left behind (hidden names) does not count."""
 
     @abstractmethod
     def folders(self, folder: str = "") -> list[str]:
-        """The folders of a folder, sorted, as names for `within`."""
+        """Return the folders of a folder, sorted, as names for `within`."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -91,24 +91,24 @@ class Store(ABC):
 
     @abstractmethod
     def lock(self) -> AbstractContextManager[None]:
-        """Held by one search at a time, whatever machine it runs on; its process's death releases it. Raises UserError if
-        another one holds it."""
+        """Hold the lock, which one search has at a time, whatever machine it runs on; its process's death releases it.
+        Raises UserError if another one holds it."""
 
 
 def held_by(owner: Mapping[str, Any]) -> str:
-    """Who holds a lock, for its message; nothing where that is not known."""
+    """Say who holds a lock, for its message; nothing where that is not known."""
     return f" (process {owner['pid']} on {owner['host']})" if {"pid", "host"} <= set(owner) else ""
 
 
 def taken(folder: Location, owner: Mapping[str, Any]) -> str:
-    """Why an experiment cannot be locked, in a sentence."""
+    """Say why an experiment cannot be locked."""
     return (
         f"another search runs on experiment {folder}{held_by(owner)}; wait for its end, stop it, or start another experiment with "
         "--name"
     )
 
 
-SCHEMES = ("s3", "gs", "memory")  # of objects; file:// is a folder
+SCHEMES = ("s3", "gs")  # of objects; file:// is a folder
 _ADDRESS = re.compile(rf"({'|'.join(('file', *SCHEMES))}):", re.IGNORECASE)
 
 
@@ -134,12 +134,13 @@ Location = Path | ObjectPath
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` is meant as an address, and not as the name of a folder or file: `location` knows it, or refuses it."""
+    """Say whether `text` is meant as an address, and not as the name of a folder or file: `location` knows it, or refuses
+    it."""
     return "://" in text or _ADDRESS.match(text) is not None
 
 
 def location(text: str | Location) -> Location:
-    """What `text` names: s3://bucket/prefix, gs://bucket/prefix, memory://prefix, file:///folder or a folder. Raises UserError for
+    """Return what `text` names: s3://bucket/prefix, gs://bucket/prefix, file:///folder or a folder. Raises UserError for
     another scheme, for one without a bucket, and for an address with a slash too few."""
     if isinstance(text, (Path, ObjectPath)):
         return text
@@ -180,7 +181,7 @@ class FolderStore(Store):
         self.folder = Path(folder)
 
     def path(self, name: str) -> Path:
-        """Where `name` is: for messages, and for what writes files of its own (Ray Tune, TensorBoard, checkpoints)."""
+        """Return where `name` is: for messages, and for what writes files of its own (Ray Tune, TensorBoard, checkpoints)."""
         return self.folder / name
 
     def within(self, name: str) -> FolderStore:

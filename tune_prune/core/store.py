@@ -55,18 +55,18 @@ KL = "kl.json"
 
 
 def open_store(place: str | Location) -> Store:
-    """The store of a folder, or of s3://bucket/prefix and what else `location` knows. Raises UserError."""
+    """Return the store of a folder, or of s3://bucket/prefix and what else `location` knows. Raises UserError."""
     where = location(place)
     return ObjectStore(where) if isinstance(where, ObjectPath) else FolderStore(where)
 
 
 def read_file(place: Location) -> bytes | None:
-    """One file or object; None if there is none. Raises UserError where it cannot be read."""
+    """Return the content of a file or object; None if there is none. Raises UserError where it cannot be read."""
     return open_store(place.parent).get(place.name)
 
 
 def open_file(place: Location) -> BinaryIO:
-    """One file or object, for reading. Raises OSError, as for a file, or UserError."""
+    """Open a file or object for reading. Raises OSError, as for a file, or UserError."""
     if isinstance(place, Path):
         return place.open("rb")
     content = read_file(place)

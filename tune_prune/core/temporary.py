@@ -29,8 +29,8 @@ _held: dict[Path, int] = {}  # the open descriptors of this process's own
 
 
 def make(where: str | None = None) -> Path:
-    """A new folder in `where` (None: the system's for temporary files) that only this user can look into, held until `remove` or
-    the end of this process."""
+    """Return a new folder in `where` (None: the system's for temporary files) that only this user can look into, held until
+    `remove` or the end of this process."""
     unseen = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=where))  # by `abandoned`, until it is held
     descriptor = os.open(unseen, os.O_RDONLY)
     _lock(descriptor, fcntl.LOCK_SH)
@@ -59,7 +59,7 @@ def remove_all() -> None:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for as long as this lasts."""
+    """Make a folder that lasts as long as this context."""
     made = make()
     try:
         yield made
@@ -68,7 +68,7 @@ def folder() -> Iterator[Path]:
 
 
 def abandoned(where: str | None = None) -> list[Path]:
-    """The folders of this user in `where` that nobody holds any more."""
+    """Return the folders of this user in `where` that nobody holds any more."""
     found = []
     for path in Path(where or tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # it is gone, or another user's
@@ -127,8 +127,8 @@ def is_mount_point(folder: Path) -> bool:
 
 @contextmanager
 def renamed_at_the_end(folder: Path, replace: bool) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when all went well, and is removed otherwise. Without `replace` what is
-    there by then stays, and OSError is raised."""
+    """Return a new folder beside `folder` that takes its place when all went well, and is removed otherwise. Without
+    `replace` what is there by then stays, and OSError is raised."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(f".{folder.name}.partial-{platform.node()}-{os.getpid()}")
     work.mkdir()

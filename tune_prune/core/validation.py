@@ -37,14 +37,16 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def validated(kind: type[T], values: Any) -> T:
-    """`values`, plain data as JSON has it, as a `kind`: a dataclass or a TypedDict, whose own checks (`__post_init__`) count, too.
+    """Return `values`, plain data or the bytes of its JSON text, as a `kind`: a dataclass or a TypedDict, whose own checks
+    (`__post_init__`) count, too.
 
     Nothing is converted: a whole number is no truth value and no text. Unknown fields (of a newer version) are left out.
     Raises ValueError with the field's full name, its value and what it must be.
     """
+    text = values if isinstance(values, bytes) else json.dumps(values, default=lambda value: value.item())
     try:
         adapter: TypeAdapter[T] = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
-        return adapter.validate_json(json.dumps(values, default=lambda value: value.item()), strict=True)
+        return adapter.validate_json(text, strict=True)
     except ValidationError as error:
         raise ValueError(_problem(error)) from error
 
@@ -70,6 +72,6 @@ def _problem(error: ValidationError) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as part of a sentence."""
+    """Return a value as part of a sentence."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -26,12 +26,13 @@ _CLASSES: dict[type[BaseException], Failure] = {  # the first that fits
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The class of failure of a trial that `error` has ended."""
+    """Return the class of failure of a trial that `error` has ended."""
     if is_out_of_memory(error):
         return "out_of_memory"
     return next((failure for kind, failure in _CLASSES.items() if isinstance(error, kind)), "error")
 
 
 def is_given_up(error: BaseException) -> bool:
-    """Whether it tells of too little memory, a lost process or the time limit: then other work, with other needs, may succeed."""
+    """Say whether an error tells of too little memory, a lost process or the time limit: then other work, with other needs,
+    may succeed."""
     return failure_of(error) in ("out_of_memory", "lost_worker", "hung")

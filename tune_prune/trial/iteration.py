@@ -44,12 +44,12 @@ class Step:
 
 
 def steps_of(config: PruningConfig) -> int:
-    """In how many steps a configuration is pruned: one where nothing is to be taken again."""
+    """Return in how many steps a configuration is pruned: one where nothing is to be taken again."""
     return config.steps if load_method(config.method).statistics else 1
 
 
 def first_step(context: TrialContext, config: PruningConfig, found: dict[Need, Arrays]) -> Step:
-    """The scores of the dense model, by the statistics that were `found`."""
+    """Return the scores of the dense model, by the statistics that were `found`."""
     held = context.loaded
     dense = Dense(held.model, held.family, held.geometry, context.run.of(config).seed, {}, held.residency)
     return Step(PruningPlan.keep_all(held.geometry), _scores(dense, config, found))
@@ -65,7 +65,8 @@ def _scores(model: Dense, config: PruningConfig, found: dict[Need, Arrays]) -> G
 
 
 def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -> tuple[Step, int]:
-    """The scores of what `plan` keeps, by statistics of the pruned copy; and the tokens forwarded for them (0: they were kept)."""
+    """Return the scores of what `plan` keeps, by statistics of the pruned copy; and the tokens forwarded for them (0: they
+    were kept)."""
     samples, needs = config.samples, load_method(config.method).needs(config)
     cache = replace(context.cache, structure=plan.structure)
 
@@ -92,7 +93,7 @@ def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -
         return Step(plan, _scores(copy, config, found)), forwarded
 
     def most() -> int:
-        """Of the statistic that is taken next, as those before it are kept."""
+        """Return it for the statistic that is taken next, as those before it are kept."""
         missing = by_statistic(cache.missing(samples, needs.values()))
         return next((context.most_halvings(*one, samples.seq_len) for one in missing.items()), 0)
 
@@ -100,7 +101,7 @@ def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -
 
 
 def works_of(config: PruningConfig, num_layers: int, device: str) -> list[PassWork]:
-    """The passes of all steps but the first, for the cost model: as if the copies were as large as the dense model."""
+    """Return the passes of all steps but the first, for the cost model: as if the copies were as large as the dense model."""
     needs = by_statistic(load_method(config.method).needs(config).values())
     works = [load_statistic(name).work(wanted, config.seq_len, num_layers, device) for name, wanted in needs.items()]
     return [replace(work, of_copy=True) for work in works] * (steps_of(config) - 1)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
-    """The needs that the trials of `configs`, all on the same samples, share: computed for all of them when the first asks."""
+    """Return the needs that the trials of `configs`, all on the same samples, share: computed for all of them when the
+    first asks."""
     configs = list(configs)
     methods = {name: load_method(name) for name in {config.method for config in configs}}
     needs = {need for config in configs for need in methods[config.method].needs(config).values()}
@@ -29,7 +30,7 @@ def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
 
 
 def by_samples(configs: Iterable[PruningConfig]) -> dict[Samples, tuple[Need, ...]]:
-    """What the configurations of each seq_len and draw share, the longest first; no entry where they share nothing."""
+    """Return what the configurations of each seq_len and draw share, the longest first; no entry where they share nothing."""
     groups: dict[Samples, list[PruningConfig]] = {}
     for config in configs:
         groups.setdefault(config.samples, []).append(config)
@@ -65,7 +66,7 @@ class StatisticCache:
         }
 
     def get(self, samples: Samples, need: Need) -> Arrays | None:
-        """What is stored for the need; None where that is nothing, or of too few samples."""
+        """Return what is stored for the need; None where that is nothing, or of too few samples."""
         statistic = load_statistic(need.statistic)
 
         def read(arrays: dict[str, np.ndarray]) -> Arrays | None:
@@ -85,8 +86,9 @@ class StatisticCache:
     def collect(
         self, samples: Samples, needs: Sequence[Need], windows: torch.Tensor, dense: LoadedModel, residency: Residency
     ) -> tuple[Begun, int]:
-        """The arrays of `needs`, all of one statistic, by a pass over `windows`, and of how many samples they were there already:
-        what an interrupted pass, or one for fewer, has left is not computed again. Only that is stored here."""
+        """Return the arrays of `needs`, all of one statistic, by a pass over `windows`, and of how many samples they were
+        there already: what an interrupted pass, or one for fewer, has left is not computed again. Only that is stored here.
+        """
         statistic, model, family = load_statistic(needs[0].statistic), dense.model, dense.family
         if not isinstance(statistic, GrowingStatistic):
             return statistic.collect(model, family, windows, needs, residency), 0

@@ -20,12 +20,10 @@ configuration the dense model is measured: the baseline.
 from __future__ import annotations
 
 import math
-import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.errors import NotFinite
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import file_checksum
-from tune_prune.core.records import PER_ITEM, Failure, StageReport, Status, TrialRecord
+from tune_prune.core.records import Slice, StageReport, TrialRecord
 from tune_prune.core.store import ITEMS, KL, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.item_scores import ItemScore, gold_logprobs_by_task, outcomes_by_task, summarize, to_parquet
@@ -48,90 +46,32 @@ from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.iteration import first_step, next_step, steps_of
-from tune_prune.trial.kl import measure_kl
+from tune_prune.trial.measurements import measure_items, measure_kl, measure_perplexity
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.steps import recovered, refitted
 
 
-@dataclass(frozen=True)
-class TrialProgress:
-    """A trial as far as it has come, as plain data: everything of its record but how it ended."""
-
-    key: str
-    model: str  # label
-    config: PruningConfig | None
-    # In microseconds, as the file of an attempt is named by it.
-    started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
-    host: str = field(default_factory=platform.node)
-    device_name: str = ""  # until a model is opened
-    torch_version: str = ""
-    transformers_version: str = ""
-    method_code: str = ""  # until its method is asked
-    reports: tuple[StageReport, ...] = ()  # without PER_ITEM: `items` of the trial has them
-    peak_memory_bytes: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {name: value for report in self.reports for name, value in report.metrics.items()}
-
-    def record(
-        self,
-        status: Status,
-        reason: str = "",
-        resources: Mapping[str, float] | None = None,
-        search_id: str = "",
-        files: Mapping[str, str] | None = None,
-        failure: Failure | None = None,
-    ) -> TrialRecord:
-        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search;
-        `files`: those of its folder, as `Trial.write_files` gives them; `failure`: of a failed one."""
-        return TrialRecord(
-            key=self.key,
-            model=self.model,
-            config=self.config.to_dict() if self.config else {},
-            status=status,
-            reason=reason,
-            failure=failure or "",
-            metrics=self.metrics,
-            stages=[
-                {name: value for name, value in asdict(report).items() if name not in ("metrics", *PER_ITEM)}
-                for report in self.reports
-            ],
-            search_id=search_id,
-            started_at=self.started_at,
-            elapsed_time_s=sum(report.duration_s for report in self.reports),
-            peak_memory_bytes=self.peak_memory_bytes,
-            host=self.host,
-            device_name=self.device_name,
-            torch_version=self.torch_version,
-            transformers_version=self.transformers_version,
-            method_code=self.method_code,
-            resources=dict(resources or {}),
-            notes=list(self.notes),
-            files=dict(files or {}),
-        )
-
-
 class Trial:
-    """One trial and what it has found so far. `config` None: the dense model. `shared`: what trials beside it will need of
-    the dense model, so that one pass serves them too. `key`: in the ledger; None: by model, configuration and data, which have
-    to be there. `base`: the model that a checkpoint was pruned from, to which its KL is measured."""
+    """One trial and what it has found so far, which is its `record`.
+
+    config    None: the dense model
+    shared    what trials beside it will need of the dense model, so that one pass serves them too
+    record    as it was begun; None: it begins now, with the key of its model, configuration and data, which have to be there
+    base      the model that a checkpoint was pruned from, to which its KL is measured
+    """
 
     def __init__(
         self,
         config: PruningConfig | None,
         context: TrialContext,
         shared: Sequence[Need] = (),
-        key: str | None = None,
+        record: TrialRecord | None = None,
         base: ModelSource | None = None,
     ) -> None:
         self.config = config
         self.context = context
-        self.progress = TrialProgress(
-            context.key(config) if key is None else key,
-            context.run.label,
-            config,
+        self.record = replace(
+            record or TrialRecord.begun(context.key(config), context.run.label, config),
             device_name=device_name(context.loaded.device),
             torch_version=str(torch.__version__),
             transformers_version=transformers.__version__,
@@ -152,8 +92,8 @@ class Trial:
             yield from self.measure((yield from self.recipe(self.config)))
 
     def recipe(self, config: PruningConfig, plan: PruningPlan | None = None) -> Generator[StageReport, None, Recipe]:
-        """The stages in which the pruned model is made, one per report; what they make is returned, and `made`. `plan`: what is
-        known to be kept; None: it is found."""
+        """Return the stages in which the pruned model is made, one per report; what they make is returned, and `made`.
+        `plan`: what is known to be kept; None: it is found."""
         if plan is None:
             plan = yield from self._select(config)
         self.made = Recipe(plan)
@@ -177,7 +117,7 @@ class Trial:
     def _select(self, config: PruningConfig) -> Generator[StageReport, None, PruningPlan]:
         context, geometry = self.context, self.context.loaded.geometry
         method = load_method(config.method)
-        self.progress = replace(self.progress, method_code=method.code)
+        self.record = replace(self.record, method_code=method.code)
         needs, found = method.needs(config), dict[Need, Arrays]()
         for name, wanted in by_statistic(needs.values()).items():
             statistic = load_statistic(name)
@@ -213,7 +153,7 @@ class Trial:
         return self.plan
 
     def measure(self, recipe: Recipe) -> Iterator[StageReport]:
-        """The stages after pruning, of the model that `recipe` makes."""
+        """Return the stages after pruning, of the model that `recipe` makes."""
         try:
             yield from self._measure(recipe)
         finally:
@@ -230,20 +170,20 @@ class Trial:
                     report.metrics |= {f"kl_{name}": found.mean, f"kl_{name}_stderr": found.stderr}
             yield report
         with self._stage("perplexity") as report:
-            result, report.tokens = context.measure_perplexity(recipe)
+            result, report.tokens = measure_perplexity(context, recipe)
             if math.isnan(result.ppl) and not plan.removed_params:
                 what = f"{context.run.label} predicts NaN on the perplexity text, though its weights are finite"
                 raise NotFinite(f"{what}; correct its config.json, or compute with another --dtype")
             report.way = context.way_to_measure("perplexity", recipe) if report.tokens else ""
             report.metrics = {"ppl": result.ppl}
-            if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
+            if "params_count" not in self.record.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
                 report.metrics |= {"params_count": float(plan.total_params - plan.removed_params)} | removed
         yield report
 
         for index in range(len(context.run.protocol.slices)):
             with self._stage("zero_shot") as report:
-                added, report.tokens = context.item_scores(recipe, index)
+                added, report.tokens = measure_items(context, recipe, index)
                 report.way = context.way_to_measure("zero_shot", recipe) if report.tokens else ""
                 self.items += added
                 report.metrics = summarize(self.items)
@@ -251,13 +191,21 @@ class Trial:
                     report.metrics["items_in_calibration"] = float(seen)
                 if end_token(context.loaded.tokenizer) is not None:
                     report.metrics["items_after_eos"] = float(len(self.items))
-                report.outcomes, report.gold_logprobs = outcomes_by_task(added), gold_logprobs_by_task(added)
+                report.slice = Slice(
+                    index,
+                    context.run.protocol.slices[index],
+                    outcomes_by_task(added),
+                    context.suite.items_per_task,
+                    gold_logprobs_by_task(added),
+                    context.suite.gold_items_per_task,
+                )
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
                 self._caveats = context.notes
             yield report
 
     def _items_in_calibration(self) -> int:
-        """Of the measured items; 0 where this trial reads no calibration text, as of a model that was made before."""
+        """Count the measured items that the calibration text holds; 0 where this trial reads none, as of a model that was
+        made before."""
         config = self.config
         if config is None or self.made is None:
             return 0
@@ -287,12 +235,11 @@ class Trial:
                     torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
             report.peak_memory_bytes = peak_memory(devices)
-            kept = replace(report, outcomes={}, gold_logprobs={})
-            self.progress = replace(self.progress, reports=(*self.progress.reports, kept))
+            self.record = self.record.after(report)
         finally:  # what a failed stage has taken is recorded too
-            peak = max(self.progress.peak_memory_bytes, peak_memory(devices))
-            notes = (*self._caveats, *self.context.fallback.notes)
-            self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
+            peak = max(self.record.peak_memory_bytes, peak_memory(devices))
+            notes = [*self._caveats, *self.context.fallback.notes]
+            self.record = replace(self.record, peak_memory_bytes=peak, notes=notes)
 
     def write_files(self, store: Store) -> dict[str, str]:
         """Write the plan, what it removes, the statistics' files, divergences by blocks and every item's outcome to `store`, the
@@ -316,14 +263,15 @@ def run_trial(
     config: PruningConfig | None,
     context: TrialContext,
     store: Store | None = None,
-    on_stage: Callable[[TrialProgress], object] = id,
+    on_stage: Callable[[TrialRecord], object] = id,
+    record: TrialRecord | None = None,
 ) -> TrialRecord:
-    """The whole trial at once; its files go to `store`, and its progress after each stage to `on_stage`. Raises what its stages
-    raise."""
-    trial = Trial(config, context)
+    """Run the whole trial at once and return its record: its files go to `store`, and the record after each stage to `on_stage`.
+    `record`: as it was begun. Raises what its stages raise."""
+    trial = Trial(config, context, record=record)
     for _ in trial.stages():
-        on_stage(trial.progress)
-    return trial.progress.record("complete", files={} if store is None else trial.write_files(store))
+        on_stage(trial.record)
+    return replace(trial.record, status="complete", files={} if store is None else trial.write_files(store))
 
 
 def prepare(

@@ -109,7 +109,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         folder.mkdir(parents=True, exist_ok=True)
     store = open_store(folder)
     ledger = Ledger(store)
-    recorded = [record for key in specs if (record := ledger.read(key)) is not None]
+    recorded = [record for record in ledger.records() if record.key in specs]
     searcher, pending = _pending(list(specs.values()), recorded, options)
     baselines = read_baselines(store)
     runs = list(dict.fromkeys(spec.run for spec in specs.values()))
@@ -147,7 +147,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         def keep(run: ModelRun, baseline: TrialRecord) -> None:
             baselines[run.label] = baseline
             write_baselines(store, baselines)
-            settings.attempts.drop(baseline)
+            settings.ledger.forget(baseline)
 
         rule = _rule(options, specs, finished)
         if options.scheduler in RACES or options.kl_filter:

@@ -11,35 +11,28 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import pyarrow
 
 from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import MAX_NAME, DamagedFile, to_json
-from tune_prune.core.hashing import is_sealed, library_versions, public
+from tune_prune.core.hashing import library_versions, public
 from tune_prune.core.kinds import texts_of
 from tune_prune.core.ledger import (
+    Experiment,
     Ledger,
-    PassLog,
-    file_checksum,
     read_about,
     read_baselines,
-    read_costs,
     required_about,
+    stranger,
     write_about,
-    write_baselines,
-    write_costs,
 )
-from tune_prune.core.records import TrialRecord, stranger
-from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import BASELINES, EXPERIMENT, Location, Store, open_store
 from tune_prune.data.sources import perplexity_text_name
-from tune_prune.evaluation.item_scores import accuracies
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import parse
 from tune_prune.tuning.plan import ModelPlan, Plan, one_or_list
@@ -47,7 +40,6 @@ from tune_prune.tuning.rounds import Round, Trained, first_given
 
 log = logging.getLogger(__name__)
 
-_ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
 
 
@@ -89,10 +81,10 @@ def check_same_identity(
 
     `identities` is ModelPlan.identity() by label, `objective` that of Plan; `methods` are those of its trials.
     """
-    records, baselines = Ledger(store).records(), read_baselines(store)
-    if store.get(BASELINES) is None and not records:
+    found = Experiment.read(store)
+    if found.empty:
         return []
-    about = required_about(store)
+    about, records = required_about(store) if found.about is None else found.about, list(found.records)
     models = _models(store, about)
     changes: list[str] = []
     for label, new in identities.items():
@@ -109,16 +101,19 @@ def check_same_identity(
             f"experiment {store.folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
             "experiment with --name"
         )
-    _check_own(store, about, records, baselines)
+    _check_own(store, about, records, found.baselines)
     _check_code(store, records, methods)
-    PassLog(store).read()
     return records
 
 
 def _check_code(store: Store, records: Iterable[TrialRecord], methods: Iterable[str]) -> None:
     """Raise UserError where trials of a method were chosen by other code than it has now."""
     for method in map(load_method, methods):
-        own = [record for record in records if record.config.get("method") == method.name and record.status != "failed"]
+        own = [
+            record
+            for record in records
+            if record.config and record.config.method == method.name and record.status != "failed"
+        ]
         if others := sum(record.method_code not in ("", method.code) for record in own):
             files = [f"{name}.py" for name in (method.name, *sorted({parse(one)[0] for one in method.statistics}))]
             raise UserError(
@@ -134,9 +129,7 @@ def warn_of_other_versions(store: Store, records: Iterable[TrialRecord]) -> None
     others = []
     for library in ("torch", "transformers"):  # what records name
         now, found = library_versions()[library], Counter(public(getattr(one, f"{library}_version")) for one in kept)
-        others += [
-            f"{found[then]} with {library} {then} (now {now})" for then in sorted(found) if then not in ("", now)
-        ]
+        others += [f"{found[then]} with {library} {then} (now {now})" for then in sorted(found) if then != now]
     if others:
         log.warning(
             "of the results in %s some were made with other versions, which may have given other numbers than those to come: %s; "
@@ -158,9 +151,8 @@ def _check_own(
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    # An experiment from before there were shapes is of the free one; a bound of tokens is named only where there is one.
+    # A bound of tokens is named only where there is one.
     return {
-        "shape": "free",
         "perplexity_tokens": None,
         "texts": {},
         **identity,
@@ -175,8 +167,8 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if {"tasks", "calibration"} & set(changed):
         changed = [name for name in changed if name != "data"]
     contents = {
-        "model": "the model's files have changed, or an older version knew them by less (docs/data.md: Fingerprints)",
-        "data": "the files of texts or tasks have changed, or an older version asked other tasks than the seven with examples",
+        "model": "the model's files have changed",
+        "data": "the files of texts or tasks have changed",
         "texts": "the files of calibration texts have changed",
     }
     return [contents.get(name) or f"{name} was {_shown(old.get(name))}, is {_shown(new[name])}" for name in changed]
@@ -203,8 +195,6 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     identities = {model.run.label: model.identity() for model in plan.models}
     check_same_identity(store, identities, plan.objective, plan.space.values["method"])
     about = read_about(store) or {"models": {}}
-    if not is_sealed(about):
-        _seal(store)
     models = _models(store, about)
     for model in plan.models:
         earlier = models.get(model.run.label, {}).get("meaning", {}).get("texts", {})
@@ -261,39 +251,6 @@ def write_given(
         about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, given)
     about |= {name: [one.to_dict() for one in made] for name, made in decisions.items()}
     write_about(store, about)
-
-
-def _seal(store: Store) -> None:
-    """Give the results of an older version the checksums that they are written with today. Before experiment.json gets its own:
-    where this is interrupted the next start does it again. Raises DamagedFile for accuracies that are not those of the items."""
-    ledger, baselines = Ledger(store), read_baselines(store)
-    for record in ledger.records():
-        ledger.seal(_with_files(record, store, ledger.path(record.key)))
-    if baselines:
-        path = store.path(BASELINES)
-        write_baselines(store, {label: _with_files(record, store, path) for label, record in baselines.items()})
-    PassLog(store).seal()
-    with suppress(DamagedFile):  # only a view, which this search writes anew
-        if (costs := read_costs(store)) is not None:
-            write_costs(store, costs)
-
-
-def _with_files(record: TrialRecord, store: Store, path: Location) -> TrialRecord:
-    """The record, which is in the file `path`, with the checksums of the trial's files as they are, if it has none."""
-    if record.files:  # an older version went on with what this one has begun
-        return record
-    folder = store.within(f"{TRIALS}/{record.key}")
-    contents = {name: content for name in folder.names() if (content := folder.get(name)) is not None}
-    try:
-        found = accuracies(contents[ITEMS]) if ITEMS in contents and record.status == "complete" else {}
-    except (KeyError, pyarrow.ArrowException) as error:
-        step = f"delete {path} to have that trial run again, or restore the file from a copy"
-        raise DamagedFile(folder.path(ITEMS), f"no table of answers ({error})", step) from error
-    for name, accuracy in found.items():
-        if abs(accuracy - (recorded := record.metrics.get(name, accuracy))) > _ROUNDING:
-            what = f"contradicted by the answers of its trial: its {name} is {recorded:g}, theirs {accuracy:g}"
-            raise DamagedFile(path, what)
-    return replace(record, files={name: file_checksum(content) for name, content in contents.items()})
 
 
 def git_commit() -> str | None:

@@ -7,52 +7,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tune_prune.core.measures import fraction
-from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.trial.trial import TrialProgress
-
-
-@dataclass(frozen=True)
-class Slice:
-    """What a slice of the zero-shot items has added to a trial."""
-
-    index: int
-    fraction: float  # of all items, as the protocol says it: stopping levels are met exactly, whatever the rounding
-    outcomes: Mapping[str, str]  # task -> "0" or "1" per item that it adds, in the order that is the same for all
-    items_per_task: Mapping[str, int]  # in the protocol
-    # Task -> log-probability in nats of the right choice, of those of its items that have a single one, in the same order.
-    gold_logprobs: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    gold_items_per_task: Mapping[str, int] = field(default_factory=dict)  # those in the protocol; no task without any
+from tune_prune.core.records import Slice, StageReport, TrialRecord
 
 
 @dataclass(frozen=True)
 class TrialMessage:
-    """A trial after one of its stages, or at its end."""
+    """A trial after one of its stages, or at its end, when its record is in the ledger already."""
 
-    progress: TrialProgress
+    record: TrialRecord
     stage: StageReport | None = None  # that was run; None where it failed
-    index: int = 0  # of the stage in the trial
-    slice: Slice | None = None  # of a zero-shot stage
-    record: TrialRecord | None = None  # of a trial that has ended; it is in the ledger already
     warnings: tuple[str, ...] = ()  # that were logged in the stage
 
     @property
-    def status(self) -> str:
-        return "running" if self.record is None else self.record.status
-
-    @property
     def ended(self) -> bool:
-        return self.record is not None
+        return self.record.ended
 
     @property
-    def accuracy(self) -> float | None:
-        """acc_mean over the items seen so far; None before the first, and where it is not finite."""
-        value = self.progress.metrics.get("acc_mean", math.nan)
-        return value if math.isfinite(value) else None
+    def slice(self) -> Slice | None:
+        """Of a zero-shot stage."""
+        return None if self.stage is None else self.stage.slice
+
+    @property
+    def index(self) -> int:
+        """The number of the stage in the trial, from 0."""
+        return len(self.record.stages) - 1
 
 
 @dataclass(frozen=True)
@@ -86,7 +69,7 @@ Message = TrialMessage | JobMessage
 
 @contextmanager
 def logged_warnings() -> Iterator[list[str]]:
-    """The warnings that this package logs meanwhile, which in a worker would be read by nobody."""
+    """Return the warnings that this package logs meanwhile, which in a worker would be read by nobody."""
     found: list[str] = []
 
     class Collect(logging.Handler):

@@ -6,14 +6,16 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tune_prune.core import machine
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.store import BASELINES, open_store
+from tune_prune.core.ledger import read_baselines
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import open_store
 from tune_prune.models.runner.devices import device_name
 from tune_prune.tuning import gpus
 from tune_prune.tuning.cost import (
@@ -56,9 +58,9 @@ def at_once(plan: Plan, finished: Collection[str]) -> int:
     return max(1, trials + sum(model.run.label not in measured for model in plan.models))
 
 
-def _measured(plan: Plan) -> Mapping[str, Any]:
-    """Return the records of dense models that were measured where the plan is for, as plain data by label."""
-    return {} if plan.card else (open_store(plan.experiment_dir).read(BASELINES) or {})
+def _measured(plan: Plan) -> Mapping[str, TrialRecord]:
+    """Return the records of dense models that were measured where the plan is for, by label."""
+    return {} if plan.card else read_baselines(open_store(plan.experiment_dir))
 
 
 def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
@@ -143,10 +145,12 @@ def _speed(plan: Plan, model: ModelPlan, arithmetic: Arithmetic) -> Speed | None
 def _of_baseline(plan: Plan, model: ModelPlan, arithmetic: Arithmetic) -> Speed | None:
     """Take the rate that the dense model reached in its perplexity, if a device like the one planned for computed it with the
     whole model in memory."""
-    record = _measured(plan).get(model.run.label, {})
+    record = _measured(plan).get(model.run.label)
     here = plan.gpu_names[0] if plan.gpu_names else device_name(torch.device("cpu"))
-    stage = next((stage for stage in record.get("stages", ()) if stage["stage"] == "perplexity"), None)
-    if record.get("device_name") != here or stage is None or not stage["tokens"] or stage["way"]:
+    if record is None or record.device_name != here:
         return None
-    flops = arithmetic.forward(stage["tokens"], min(model.workload.perplexity_window, stage["tokens"]))
-    return Speed(flops / stage["duration_s"], load=machine.load())
+    stage = next((stage for stage in record.stages if stage.stage == "perplexity"), None)
+    if stage is None or not stage.tokens or stage.way:
+        return None
+    flops = arithmetic.forward(stage.tokens, min(model.workload.perplexity_window, stage.tokens))
+    return Speed(flops / stage.duration_s, load=machine.load())

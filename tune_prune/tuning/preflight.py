@@ -21,7 +21,7 @@ from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.machine import TooLittleMemory
-from tune_prune.core.store import Location, ObjectPath, location, open_store
+from tune_prune.core.store import Location, location, open_store
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
@@ -59,11 +59,6 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         _check_card(settings, card)
     space = resolve.space(settings)
     storage = location(settings.storage_path).expanduser().absolute()
-    if isinstance(storage, ObjectPath) and storage.scheme == "memory" and not settings.inline:
-        raise UserError(
-            f"--storage-path is {storage}, the memory of this process, which no worker of Ray sees; add --inline, or name a folder "
-            "or a bucket"
-        )
     str(
         storage
     ).encode()  # raises where a part of it is no text: records hold it, which are written when trials have ended

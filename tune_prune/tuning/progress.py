@@ -160,12 +160,12 @@ class Forecast:
         if isinstance(message, JobMessage):
             reports = [(report.stage, report.duration_s, report.tokens) for report in message.reports]
             stages = message.baseline.stages if message.baseline is not None else []
-            reports += [(stage["stage"], stage["duration_s"], stage["tokens"]) for stage in stages]
+            reports += [(stage.stage, stage.duration_s, stage.tokens) for stage in stages]
             for stage in dict.fromkeys(stage for stage, _, _ in reports):
                 seconds = sum(duration for other, duration, tokens in reports if other == stage and tokens)
                 self.time.done(work, _kind(work), stage, 1.0, seconds or None)
         elif message.stage is not None:
-            key, report, share = message.progress.key, message.stage, 1.0
+            key, report, share = message.record.key, message.stage, 1.0
             if report.items_total:
                 share = (report.items_scored - self._scored.get(key, 0)) / report.items_total
                 self._scored[key] = report.items_scored
@@ -287,8 +287,8 @@ class LiveLine(Observer):
         self._prepared += isinstance(work, PrepareJob)
         if self._forecast is not None:
             self._forecast.end(work)
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is not None:
-            self._count(work.key, last.record.status, last.progress.metrics, last.record.failure)
+        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.ended:
+            self._count(work.key, last.record.status, last.record.metrics, last.record.failure)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self.on_end(work, last)

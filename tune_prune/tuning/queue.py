@@ -96,7 +96,7 @@ class WorkQueue:
 
     def _drop_like(self, spec: TrialSpec, last: Message | None) -> list[TrialSpec]:
         """The waiting trials on the same samples that need the statistic of which the trial has died; none where it had all."""
-        done = {report.stage for report in last.progress.reports} if isinstance(last, TrialMessage) else set()
+        done = {report.stage for report in last.record.stages} if isinstance(last, TrialMessage) else set()
         died = next((name for name in _statistics(spec) if load_statistic(name).stage not in done), None)
         dropped = [
             other

@@ -82,6 +82,7 @@ class _Study:
         self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord], objective: str
     ) -> None:
         self._objective = objective
+        self._known: set[str] = set()  # metrics that a trial has had
         self._keys = {spec.config: spec.key for spec in specs}
         ordered = sorted(self._keys, key=lambda config: config.order)
         self._levels = _levels(self._keys)
@@ -123,7 +124,7 @@ class _Study:
 
     def report(self, key: str, message: TrialMessage | None) -> None:
         value = self._value(message)
-        if message is not None and message.accuracy is not None and value is not None:
+        if message is not None and message.record.accuracy is not None and value is not None:
             self._report(key, message, value)
 
     def _report(self, key: str, message: TrialMessage, value: float) -> None:
@@ -135,7 +136,7 @@ class _Study:
     def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
         """Complete, failed or stopped: PRUNED keeps TPE from taking a partial value for a final one. Of what was stopped before its
         items (step 0) only the KL can be known, which is final."""
-        status = "failed" if error or message is None else message.status
+        status = "failed" if error or message is None else message.record.status
         value = self._value(message)
         if status == "running" and value is not None and message is not None:
             self._report(key, message, value)
@@ -150,12 +151,13 @@ class _Study:
 
     def _value(self, message: TrialMessage | None) -> float | None:
         """What Optuna maximises, of what is known of a trial; None where that is not there, or not finite."""
-        value = math.nan if message is None else self._measured(message.progress.metrics)
+        value = math.nan if message is None else self._measured(message.record.metrics)
         return None if math.isnan(value) else value
 
     def _measured(self, metrics: Mapping[str, float]) -> float:
         """NaN where it is not known."""
-        value = measured(metrics, self._objective)
+        self._known |= metrics.keys()
+        value = measured(metrics, self._objective, self._known)
         return comparable(value) if self._objective == "accuracy" else value
 
     def _distributions(self) -> dict[str, BaseDistribution]:
@@ -178,7 +180,7 @@ class _Study:
 
     def _finished_trial(self, config: PruningConfig, record: TrialRecord) -> optuna.trial.FrozenTrial:
         value = self._measured(record.metrics)
-        steps = [stage["items_scored"] for stage in record.stages if stage.get("items_scored")]
+        steps = [stage.items_scored for stage in record.stages if stage.items_scored]
         complete = record.status == "complete" and math.isfinite(value)
         stopped = record.status == "stopped_early"
         return optuna.trial.create_trial(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tune_prune.core.errors import MachineError, UserError, refused
-from tune_prune.core.ledger import PassLog
+from tune_prune.core.ledger import write_pass
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.models.runner.out_of_memory import OutOfMemory
@@ -20,8 +20,8 @@ from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import failure_of
 from tune_prune.trial.statistics import needs_of
-from tune_prune.trial.trial import Trial, TrialProgress, prepare, run_trial
-from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage, logged_warnings
+from tune_prune.trial.trial import Trial, prepare, run_trial
+from tune_prune.tuning.messages import JobMessage, Message, TrialMessage, logged_warnings
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 from tune_prune.tuning.worker import ContextCache, WorkerSettings
 
@@ -40,15 +40,14 @@ class StageRunner:
         self._contexts = ContextCache(settings)
 
     def begin(self, work: Work, after_a_death: bool = False) -> None:
-        """`after_a_death`: of the process that did this work before."""
+        """Begin that work; `after_a_death`: of the process that did it before."""
         self._after_a_death = after_a_death
         self._job = work if isinstance(work, PrepareJob) else None
         self._trial: Trial | None = None
         self._stages: Iterator[StageReport] | None = None
-        self._stage_index = self._slice_index = 0
         if isinstance(work, TrialSpec):
             self._spec = work
-            self._opening = TrialProgress(work.key, work.run.label, work.config)
+            self._opening = self._settings.begun(work.key, work.run.label, work.config)
 
     def forget_model(self) -> None:
         """Load it anew for the next work; what was learned of how it fits into memory stays."""
@@ -78,21 +77,20 @@ class StageRunner:
     def _run_trial(self) -> TrialMessage:
         try:
             report = self._next_stage()
-            message = TrialMessage(self._progress) if report is None else self._message(report)
             if report is None or (report.items_total and report.items_scored >= report.items_total):
-                return replace(message, record=self._complete())
-            return message
+                return TrialMessage(self._complete(), report)
+            return TrialMessage(self._record, report)
         except UserError as error:
-            return TrialMessage(self._progress, record=self._fail(str(error), error))
+            return TrialMessage(self._fail(str(error), error))
         except Exception as error:
             if refused(error) is None:
                 self._fail(f"{type(error).__name__}: {error}", error)
             raise
 
     @property
-    def _progress(self) -> TrialProgress:
-        """Of the trial, also where its model could not be opened."""
-        return self._opening if self._trial is None else self._trial.progress
+    def _record(self) -> TrialRecord:
+        """The trial's, also where its model could not be opened."""
+        return self._opening if self._trial is None else self._trial.record
 
     def _next_stage(self) -> StageReport | None:
         if self._stages is None:
@@ -103,37 +101,21 @@ class StageRunner:
                     f"the model or data of {self._spec.run.label} differ on {os.uname().nodename} (trial key {key}, expected "
                     f"{self._spec.key}): make the same files visible on every node, then start again"
                 )
-            self._trial = Trial(self._spec.config, context, self._shared())
+            self._trial = Trial(self._spec.config, context, self._shared(), self._opening)
             self._stages = iter(self._trial.stages())
         report = next(self._stages, None)
         if report is not None:
-            self._settings.note_attempt(self._progress)
+            self._settings.ledger.note(self._record)
         return report
 
     def _shared(self) -> tuple[Need, ...]:
-        """For all trials of this search on the samples of this one."""
+        """Return what all trials of this search on the samples of this one need."""
         samples = self._spec.config.samples
         return needs_of(
             spec.config
             for spec in self._specs.values()
             if spec.run == self._spec.run and spec.config.samples == samples
         )
-
-    def _message(self, report: StageReport) -> TrialMessage:
-        part = None
-        if report.items_scored and self._trial is not None:
-            fraction, suite = self._spec.run.protocol.slices[self._slice_index], self._trial.context.suite
-            part = Slice(
-                self._slice_index,
-                fraction,
-                report.outcomes,
-                suite.items_per_task,
-                report.gold_logprobs,
-                suite.gold_items_per_task,
-            )
-            self._slice_index += 1
-        self._stage_index += 1
-        return TrialMessage(self._progress, report, self._stage_index - 1, part)
 
     def _complete(self) -> TrialRecord:
         assert self._trial is not None and self._stages is not None
@@ -143,21 +125,20 @@ class StageRunner:
         if earlier is not None and earlier.status != "failed":  # of another worker: the files stay those of its record
             return earlier
         files = self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
-        return self._settings.write_record(self._progress, "complete", files=files)
+        return self._settings.end(self._record, "complete", files=files)
 
     def _fail(self, reason: str, error: Exception) -> TrialRecord:
-        return self._settings.write_record(self._progress, "failed", reason, failure_of(error))
+        return self._settings.end(self._record, "failed", reason, failure_of(error))
 
 
 def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) -> JobMessage:
     """Do a job in the worker that has its model open; every pass is noted as soon as it is made."""
     if job.samples is not None:
-        passes = PassLog(settings.store)
         reports = []
         for what, report in prepare(context, job.samples, job.needs):
-            passes.write(what, report)
+            write_pass(settings.store, what, report)
             reports.append(report)
         return JobMessage(tuple(reports))
-    store = settings.store.within(f"{TRIALS}/{context.key(None)}")
-    record = run_trial(None, context, store, settings.note_attempt)
-    return JobMessage(baseline=replace(record, resources=settings.resources.to_ray(), search_id=settings.search_id))
+    key = context.key(None)
+    store, begun = settings.store.within(f"{TRIALS}/{key}"), settings.begun(key, context.run.label, None)
+    return JobMessage(baseline=run_trial(None, context, store, settings.ledger.note, begun))

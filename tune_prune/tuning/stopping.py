@@ -102,9 +102,9 @@ import pyarrow.parquet
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import trial_file
 from tune_prune.core.measures import MEASURES, comparable
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import Slice, TrialRecord
 from tune_prune.core.store import Location
-from tune_prune.tuning.messages import Slice, TrialMessage
+from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.work import TrialSpec, groups_of_draws
 
 
@@ -388,7 +388,7 @@ class RaceRule(StoppingRule):
     def stops(self, message: TrialMessage) -> bool:
         if message.slice is None:
             return False  # a stage before the zero-shot items
-        key, part = message.progress.key, message.slice
+        key, part = message.record.key, message.slice
         sizes = self._measure.sizes(part)
         if not sizes:
             return False
@@ -457,7 +457,7 @@ class AshaRule(StoppingRule):
         self._reached: defaultdict[tuple[str, float], dict[str, float]] = defaultdict(dict)
 
     def stops(self, message: TrialMessage) -> bool:
-        key, accuracy = message.progress.key, message.accuracy
+        key, accuracy = message.record.key, message.record.accuracy
         if message.slice is None or message.stage is None or accuracy is None:
             return False
         level = max((level for level in self._levels[key] if level <= message.slice.fraction), default=None)
@@ -557,7 +557,7 @@ class KlFilterRule(StoppingRule):
     def stops(self, message: TrialMessage) -> bool:
         if message.stage is None or message.stage.stage != "kl":
             return self._then.stops(message)
-        key = message.progress.key
+        key = message.record.key
         if key in self._seen:
             return False  # its second attempt: the first went on
         self._seen[key] = message.stage.metrics

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
-from tune_prune.core.config import ModelRun
-from tune_prune.core.ledger import AttemptLog, Ledger
+from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import Failure, Status, TrialRecord
 from tune_prune.core.store import Location, Store, open_store
 from tune_prune.models import catalog
@@ -18,7 +19,6 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import Hung, LostWorker, failure_of
 from tune_prune.trial.fallback import Fallback
-from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.resources import TrialResources, limit_process
 from tune_prune.tuning.work import TrialSpec
 
@@ -46,56 +46,50 @@ class WorkerSettings:
     def ledger(self) -> Ledger:
         return Ledger(self.store)
 
-    @property
-    def attempts(self) -> AttemptLog:
-        return AttemptLog(self.store)
-
     def way(self, label: str) -> Residency:
-        """How a model is held on the GPU of this process, or where it runs else."""
+        """Return how a model is held on the GPU of this process, or where it runs else."""
         ways = self.ways
         if self.gpu_ways and self.resources.gpus > 0:
             ways = self.gpu_ways.get(torch.cuda.get_device_name(), ways)
         return ways.get(label, RESIDENT)
 
     def failure_of_this_search(self, key: str) -> TrialRecord | None:
-        """The failed record that a worker of this search left, not one of an earlier start."""
+        """Return the failed record that a worker of this search left, not one of an earlier start."""
         record = self.ledger.read(key)
         failed_now = record is not None and record.status == "failed" and record.search_id == self.search_id
         return record if failed_now else None
 
-    def write_record(
-        self,
-        progress: TrialProgress,
-        status: Status,
-        reason: str = "",
-        failure: Failure | None = None,
-        files: Mapping[str, str] | None = None,
+    def begun(self, key: str, model: str, config: PruningConfig | None) -> TrialRecord:
+        """Return the record of a trial of this search that begins now."""
+        known: dict[str, Any] = {"search_id": self.search_id, "resources": self.resources.to_ray()}
+        return TrialRecord.begun(key, model, config, **known)
+
+    def end(
+        self, record: TrialRecord, status: Status, reason: str = "", failure: Failure | Literal[""] = "", **more: Any
     ) -> TrialRecord:
-        """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
-        them."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, files, failure)
+        """End the trial of `record` so, with what `more` says, and return the record that the ledger now holds."""
+        record = replace(record, status=status, reason=reason, failure=failure, **more)
         kept = self.ledger.write(record)
         if status != "failed":  # else it is tried again, and that record replaces this one
-            self.attempts.drop(record)
+            self.ledger.forget(record)
         return kept
 
-    def failed(self, spec: TrialSpec, last: TrialProgress | None, error: BaseException) -> TrialRecord:
-        """The failed record of a trial that `error` has ended: what its process has left or, where that died after `last`, what is
-        known here."""
+    def failed(self, spec: TrialSpec, last: TrialRecord | None, error: BaseException) -> TrialRecord:
+        """Return the failed record of a trial that `error` has ended: what its process has left or, where that died after
+        `last`, what is known here."""
         record = self.failure_of_this_search(spec.key)
         if record is not None and not isinstance(error, Hung):
             return record
-        progress = last or TrialProgress(spec.key, spec.run.label, spec.config, "", "")
+        last = last or self.not_run(spec)
         reason = str(error)
         if isinstance(error, LostWorker):
-            after = f" after the stage {progress.reports[-1].stage}" if progress.reports else ""
+            after = f" after the stage {last.stages[-1].stage}" if last.stages else ""
             reason = f"the worker of the trial died{after}, perhaps out of memory: {reason}"
-        return self.write_record(progress, "failed", reason, failure_of(error))
+        return self.end(last, "failed", reason, failure_of(error))
 
-    def note_attempt(self, progress: TrialProgress, unfinished_s: float | None = None) -> None:
-        """Keep what a trial or baseline has computed so far; `unfinished_s`: and that it died so long after."""
-        record = progress.record("failed", "", self.resources.to_ray(), self.search_id)
-        self.attempts.write(record, unfinished_s)
+    def not_run(self, spec: TrialSpec) -> TrialRecord:
+        """Return the record of a trial of this search of which no stage was run."""
+        return replace(self.begun(spec.key, spec.run.label, spec.config), started_at="", host="")
 
 
 class ContextCache:
@@ -111,7 +105,8 @@ class ContextCache:
         self._context = self._run = None
 
     def open(self, run: ModelRun, after_a_death: bool = False) -> TrialContext:
-        """`after_a_death`: of a worker that had this model, which is held as leanly as can be."""
+        """Return the context of a run's model; `after_a_death`: of a worker that had it, so that it is held as leanly as
+        can be."""
         if self._context is None or self._run != run or after_a_death:
             self._context = None  # let go of the old model first: two may not fit
             settings = self.settings

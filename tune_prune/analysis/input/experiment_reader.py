@@ -18,8 +18,8 @@ from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.ledger import Ledger, parse_baseline, read_about, read_costs
-from tune_prune.core.records import TrialRecord, stranger
+from tune_prune.core.ledger import Ledger, read_about, read_baselines, read_costs, stranger
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.speed_records import readable_speeds
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Location, Store, open_store
 from tune_prune.core.validation import validated
@@ -146,11 +146,11 @@ def _baselines(store: Store, about: Mapping[str, Any], lost: list[Problem]) -> d
     """The dense models' records by label; a record that is damaged or of another search is lost, and says why."""
     path = store.path(BASELINES)
     try:
-        dense = store.read(BASELINES)
+        dense = read_baselines(store)
     except DamagedFile as error:
         lost.append(_damaged(error))
         return {}
-    if dense is None:
+    if not dense:
         lost.append(
             Problem(
                 str(path),
@@ -158,12 +158,7 @@ def _baselines(store: Store, about: Mapping[str, Any], lost: list[Problem]) -> d
             )
         )
     baselines = {}
-    for label, values in (dense or {}).items():
-        try:
-            record = parse_baseline(store, label, values)
-        except DamagedFile as error:
-            lost.append(_damaged(error))
-            continue
+    for label, record in dense.items():
         if other := stranger(record, about):
             lost.append(Problem(str(path), f"it is {other}"))
         else:

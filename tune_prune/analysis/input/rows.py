@@ -13,7 +13,7 @@ import pandas as pd
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.hyperparameters import HYPERPARAMETERS, TRAINING_STEP_TOKENS, renamed
+from tune_prune.core.hyperparameters import HYPERPARAMETERS, TRAINING_STEP_TOKENS
 from tune_prune.core.kinds import Whole
 from tune_prune.core.measures import ACCURACY_DIGITS
 from tune_prune.core.records import TrialRecord
@@ -85,12 +85,12 @@ def frame(records: Iterable[TrialRecord], experiment_dir: Location) -> pd.DataFr
 def _row(record: TrialRecord, experiment_dir: Location) -> dict[str, Any]:
     durations: dict[str, float] = defaultdict(float)
     for stage in record.stages:  # zero_shot is there once per slice
-        durations[f"{stage['stage']}_duration_s"] += stage["duration_s"]
+        durations[f"{stage.stage}_duration_s"] += stage.duration_s
     fields = ("model", *_OF_RECORD, "peak_memory_bytes")
     return {
         **durations,
         **record.metrics,
-        **renamed(record.config),
+        **({} if record.config is None else record.config.to_dict()),
         **{name: getattr(record, name) for name in fields},
         "output_dir": (experiment_dir / TRIALS / record.key).as_posix(),
         "elapsed_time": record.elapsed_time_s,

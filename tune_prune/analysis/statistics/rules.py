@@ -13,7 +13,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import compared
 from tune_prune.analysis.statistics.differences import Difference
-from tune_prune.core.measures import ACCURACY_DIGITS, MEASURES
+from tune_prune.core.measures import ACCURACY_DIGITS, MEASURES, measured
 
 WITHIN = 2.0  # points below the dense model's accuracy that rule "smallest" allows if it is not told otherwise
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
@@ -48,12 +48,10 @@ def score_columns(rows: pd.DataFrame, rule: str) -> list[str]:
 
 def score(rows: pd.DataFrame, rule: str) -> np.ndarray:
     """Return what a rule of MEASURES takes the highest of; NaN where that is unknown or infinite."""
-    columns = score_columns(rows, rule)
-    values = [_numbers(rows[name]) for name in columns] or [np.full(len(rows), np.nan)]
-    scores = MEASURES[rule][0] * np.mean(values, axis=0)
-    if rule == "accuracy":
-        scores = scores.round(ACCURACY_DIGITS)  # equal ones are equal
-    return np.where(np.isfinite(scores), scores, np.nan)
+    known = score_columns(rows, rule)
+    metrics = rows[known].astype("float64").to_dict("records") if known else [{}] * len(rows)
+    scores = np.array([measured(row, rule, known) for row in metrics], dtype=np.float64)
+    return scores.round(ACCURACY_DIGITS) if rule == "accuracy" else scores  # equal accuracies are equal
 
 
 def _highest(rows: pd.DataFrame, values: np.ndarray) -> list[str]:

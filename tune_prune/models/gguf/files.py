@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import atomic_write_text, parse_json
+from tune_prune.core.files import atomic_write_text, cache_folder, parse_json
 from tune_prune.core.hashing import digest
-from tune_prune.core.object_storage import cache_folder
 
 VERSION = 2  # of how files are read: the same file read in another way is another model
 RECORD = "gguf.json"  # in the folder: what it was read from

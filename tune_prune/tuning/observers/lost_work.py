@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from tune_prune.core.hashing import digest
-from tune_prune.core.ledger import PassLog
-from tune_prune.trial.trial import TrialProgress
+from tune_prune.core.ledger import read_passes
+from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.work import PrepareJob, Work
@@ -17,7 +17,7 @@ from tune_prune.tuning.worker import WorkerSettings
 
 @dataclass
 class _Running:
-    progress: TrialProgress
+    record: TrialRecord
     since: float  # the end of its last stage, else its start
     noted_s: float = 0.0  # of a job: what had been computed for it before
 
@@ -36,12 +36,12 @@ class LostWork(Observer):
             key, config = f"job-{work.name}-{digest(work.run.label)}", None
         else:
             key, config = work.key, work.config  # which has the model in it
-        progress = TrialProgress(key, work.run.label, config)
-        self._running[work] = _Running(progress, self._clock(), self._noted_s(work))
+        record = self._settings.begun(key, work.run.label, config)
+        self._running[work] = _Running(record, self._clock(), self._noted_s(work))
 
     def on_message(self, work: Work, message: Message) -> None:
         if isinstance(message, TrialMessage):
-            self._running[work] = _Running(message.progress, self._clock())
+            self._running[work] = _Running(message.record, self._clock())
 
     def on_end(self, work: Work, last: Message | None) -> None:
         self._running.pop(work, None)
@@ -50,7 +50,8 @@ class LostWork(Observer):
         self._note(work)
 
     def note_all(self) -> None:
-        """They are killed with this process, or with its Ray. Raises the first of what could not be noted."""
+        """Note all attempts that run, as they are killed with this process or with its Ray. Raises the first of what could
+        not be noted."""
         first: Exception | None = None
         for work in list(self._running):
             try:
@@ -63,18 +64,18 @@ class LostWork(Observer):
     def _note(self, work: Work) -> None:
         if (lost := self._running.pop(work, None)) is not None:
             noted_s = self._noted_s(work) - lost.noted_s
-            self._settings.note_attempt(lost.progress, max(0.0, self._clock() - lost.since - noted_s))
+            self._settings.ledger.note(lost.record, max(0.0, self._clock() - lost.since - noted_s))
 
     def _noted_s(self, work: Work) -> float:
-        """Seconds of what a job's attempts have noted themselves; of a trial, messages tell."""
+        """Return the seconds of what a job's attempts have noted themselves; of a trial, messages tell."""
         if not isinstance(work, PrepareJob):
             return 0.0
         if work.samples is None:
             settings = self._settings
-            own = [attempt for attempt in settings.attempts.read([]) if attempt.search_id == settings.search_id]
+            own = [attempt for attempt in settings.ledger.attempts([]) if attempt.search_id == settings.search_id]
             return sum(
-                stage["duration_s"] for attempt in own if attempt.model == work.run.label for stage in attempt.stages
+                stage.duration_s for attempt in own if attempt.model == work.run.label for stage in attempt.stages
             )
-        made = [entry for entry in PassLog(self._settings.store).read() if entry["model"] == work.run.label]
+        made = [entry for entry in read_passes(self._settings.store) if entry["model"] == work.run.label]
         samples = asdict(work.samples).items()
         return sum(entry["duration_s"] for entry in made if all(entry.get(name) == value for name, value in samples))

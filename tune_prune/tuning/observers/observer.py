@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from tune_prune.core.records import PER_ITEM, StageReport
+from tune_prune.core.records import StageReport
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.work import PrepareJob, Work
 
@@ -122,8 +122,8 @@ class Reader(Observer, ABC):
             baseline = None if job.baseline is None else job.baseline.metrics
             stages = [_stage(report) for report in job.reports]
             self._tell("job_end", work, stages=stages, baseline=baseline, reason=job.refused or job.given_up)
-        elif isinstance(last, TrialMessage) and (record := last.record) is not None:
-            outcome: dict[str, Any] = {"status": record.status, "metrics": last.progress.metrics}
+        elif isinstance(last, TrialMessage) and (record := last.record).ended:
+            outcome: dict[str, Any] = {"status": record.status, "metrics": record.metrics}
             outcome |= {"reason": record.reason, "failure": record.failure, "seconds": record.elapsed_time_s}
             outcome |= {"peak_memory_bytes": record.peak_memory_bytes, **_machine(last)}
             self._tell("trial_end", work, **outcome)
@@ -145,8 +145,8 @@ class Reader(Observer, ABC):
 
 
 def _machine(message: TrialMessage) -> dict[str, str]:
-    return {"host": message.progress.host, "device": message.progress.device_name}
+    return {"host": message.record.host, "device": message.record.device_name}
 
 
 def _stage(report: StageReport) -> dict[str, Any]:
-    return {name: value for name, value in asdict(report).items() if name not in PER_ITEM}
+    return report.to_dict() | {"metrics": report.metrics}

@@ -9,7 +9,6 @@ from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
 from tune_prune.trial.failures import failure_of, is_given_up
-from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.queue import WorkQueue
@@ -24,7 +23,7 @@ class RecordsObserver(Observer):
         self.records: dict[str, TrialRecord] = {}  # by key
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(last, TrialMessage) and last.record is not None:
+        if isinstance(last, TrialMessage) and last.ended:
             self.records[last.record.key] = last.record
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
@@ -79,8 +78,8 @@ class FailuresObserver(Observer):
         self._forget = forget
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(last, TrialMessage) and last.status == "failed":
-            self._forget(last.progress.key)
+        if isinstance(last, TrialMessage) and last.record.status == "failed":
+            self._forget(last.record.key)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self.on_end(work, last)
@@ -89,11 +88,11 @@ class FailuresObserver(Observer):
 def end(
     observers: Observer, settings: WorkerSettings, reasons: Mapping[str, str], work: Work, last: Message | None
 ) -> None:
-    """Work has ended by itself, or by the rule of the search, whose `reasons` (by trial key) say why: observers hear of it, and of
-    the record of a trial that was stopped, which the ledger has then. One that has ended with the search has no record: the next
-    start runs it again."""
-    if isinstance(last, TrialMessage) and not last.ended and (reason := reasons.get(last.progress.key)) is not None:
-        last = replace(last, record=settings.write_record(last.progress, "stopped_early", reason))
+    """Tell observers that work has ended by itself, or by the rule of the search, whose `reasons` (by trial key) say why;
+    and of the record of a trial that was stopped, which the ledger has then. One that has ended with the search has no
+    record: the next start runs it again."""
+    if isinstance(last, TrialMessage) and not last.ended and (reason := reasons.get(last.record.key)) is not None:
+        last = replace(last, record=settings.end(last.record, "stopped_early", reason))
     observers.on_end(work, last)
 
 
@@ -105,30 +104,27 @@ def end_by_error(
     last: Message | None,
     error: BaseException,
 ) -> None:
-    """Work has ended by `error` after the message `last`: queue and observers hear of it, and of the trials that are not run
+    """Tell queue and observers that work has ended by `error` after the message `last`, and of the trials that are not run
     because of it."""
     last = last_message(settings, work, last, error)
     not_run = queue.end(work, last, error)
     observers.on_error(work, last, error)
     for other in not_run:
-        progress = TrialProgress(other.key, other.run.label, other.config, "", "")
         reason = f"not run: another trial with the same samples died of what this one needs, too ({last_line(error)})"
-        record = settings.write_record(progress, "failed", reason, failure_of(error))
-        message = TrialMessage(progress, record=record)
+        message = TrialMessage(settings.end(settings.not_run(other), "failed", reason, failure_of(error)))
         observers.on_start(other)
         observers.on_message(other, message)
         observers.on_end(other, message)
 
 
 def last_message(settings: WorkerSettings, work: Work, last: Message | None, error: BaseException) -> Message | None:
-    """What is said last of work that `error` has ended: of a trial a message with its failed record, which the ledger has."""
+    """Return what is said last of work that `error` has ended: of a trial a message with its failed record, which the
+    ledger has."""
     if isinstance(work, PrepareJob):
         return JobMessage(given_up=f"given up ({last_line(error)})") if is_given_up(error) else last
-    progress = last.progress if isinstance(last, TrialMessage) else None
-    record = settings.failed(work, progress, error)
-    return TrialMessage(progress or TrialProgress(work.key, work.run.label, work.config), record=record)
+    return TrialMessage(settings.failed(work, last.record if isinstance(last, TrialMessage) else None, error))
 
 
 def last_line(error: BaseException) -> str:
-    """Of Ray's errors the only one that says something."""
+    """Return the only line of an error of Ray's that says something."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
