@@ -16,7 +16,7 @@ from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.commands import prune_request, results, status
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Experiment, Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.perplexity import PerplexityResult
@@ -47,7 +47,7 @@ class Finished:
     def file(self, kind: str, number: int = 0) -> Path:
         """One of the files of that kind."""
         (model,) = self.plan.models
-        keys = sorted(key for _, key in model.trials)
+        keys = sorted(spec.key for spec in model.trials)
         best = json.loads((self.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]["key"]
         if kind in (*KINDS, *OF_OTHERS):
             return sorted((self.storage / "artifacts").glob(f"{kind}-[0-9a-f]*"))[number]
@@ -71,10 +71,9 @@ def plan_again(kept: Finished) -> str:
     """What the next search does before it starts, and what it reads when it does."""
     if FolderStore(kept.folder).get("baseline.json") is None:
         return "to be computed again"
-    store = FolderStore(kept.folder)
-    records = experiment.check_same_identity(store, {model.run.label: model.identity() for model in kept.plan.models})
-    read = [Ledger(store).read(key) for model in kept.plan.models for _, key in model.trials]
-    return "unseen" if len(records) == len([one for one in read if one]) == len(read) else "to be computed again"
+    held = Experiment.read(FolderStore(kept.folder))
+    experiment.check(held, kept.plan.identities, None, ())
+    return "unseen" if held.finished.keys() == {spec.key for spec in kept.plan.trials} else "to be computed again"
 
 
 def analysed(kept: Finished) -> str:

@@ -215,7 +215,7 @@ def forked(search: Attacked, *more: str) -> int:
         "evaluation.zero_shot",
         "checkpoint.save",
         "tuning.inline",
-        "tuning.driver",
+        "tuning.run",
         "tuning.observers.tensorboard",
     ):
         importlib.import_module(f"tune_prune.{name}")

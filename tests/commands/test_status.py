@@ -293,7 +293,9 @@ def test_the_file_follows_the_search(observer: StatusObserver, tmp_path: Path) -
     observer.__exit__(KeyboardInterrupt, None, None)
     found = told(tmp_path, lambda found: found["state"] == "stopped")
     assert found["eta_seconds"] is None and found["running"] == []
-    observer.on_finish()
+    observer.on_finish()  # the search may go on with others, and says itself when it has ended
+    assert told(tmp_path, lambda found: found["state"] == "running")["done"] == 2
+    ended(FolderStore(tmp_path))
     assert told(tmp_path, lambda found: found["state"] == "ended")["done"] == 2
 
 

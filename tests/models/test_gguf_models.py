@@ -24,6 +24,7 @@ from tests.models.conftest import SIZES, saved, tokenizer
 from tests.search_folders import data_folder
 from tune_prune.checkpoint.gguf.gguf_vocab import QWEN2_SPLIT
 from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Experiment
 from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.models import catalog, loading
 from tune_prune.models.gguf import convert, files
@@ -366,8 +367,7 @@ def test_the_origin_stands_in_experiment_manifest_and_card(
     settings = SearchSettings((str(tiny_file),), "smoke", data_dir=str(data), calibration="embedded", inline=True,
         tasks=("piqa",), limit=2, storage_path=str(tmp_path / "results"))  # fmt: skip
     plan = make_plan(settings)
-    store = FolderStore(tmp_path / "experiment")
-    experiment.write(store, plan, [])
+    experiment.write(Experiment(FolderStore(tmp_path / "experiment")), plan, [])
     sha256 = catalog.resolve(str(tiny_file)).gguf.sha256
     expected = {"file": "tiny.F32.gguf", "quantization": "F32", "sha256": sha256}
     about = json.loads((tmp_path / "experiment" / EXPERIMENT).read_text())["models"]["tiny.F32"]

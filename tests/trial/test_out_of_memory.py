@@ -14,6 +14,7 @@ import torch
 
 import tune_prune
 from tests.limited_memory import LimitedMemory
+from tests.searches import start
 from tests.trials import BLOCKWISE, RUN, open_context
 from tune_prune.core.config import EvaluationProtocol, PruningConfig
 from tune_prune.core.records import TrialRecord
@@ -27,7 +28,6 @@ from tune_prune.trial import trial as trials
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial, run_trial
-from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.stages import StageRunner
 from tune_prune.tuning.work import TrialSpec
@@ -294,7 +294,7 @@ def test_a_trial_that_fits_in_no_way_is_a_failed_record_and_the_search_goes_on(t
     context = open_context(tmp_path / "reference", SMALL)
     taylor, magnitude = (replace(BLOCKWISE, method=name) for name in ("taylor", "magnitude"))
     specs = [spec_of(context, config) for config in (taylor, magnitude)]
-    result = run_search(specs, TuneOptions(tmp_path / "search", inline=True))
+    result = start(specs, tmp_path / "search", inline=True)
     failed, complete = (result.records[spec.key] for spec in specs)
     assert (failed.status, complete.status) == ("failed", "complete")
     assert failed.reason.startswith(
@@ -316,7 +316,7 @@ def test_a_baseline_that_fits_in_no_way_does_not_end_the_search(opened, tmp_path
         return measure(context, recipe)
 
     monkeypatch.setattr(trials, "measure_perplexity", refuse)
-    result = run_search([spec], TuneOptions(tmp_path / "search", inline=True))
+    result = start([spec], tmp_path / "search", inline=True)
     assert result.records[spec.key].status == "complete" and result.baselines == {}
 
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from tests.search_folders import TINY
-from tune_prune.commands import results, search
+from tests.searches import plan_of, start
+from tune_prune.commands import search
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import Infeasible, NotFinite, UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
-from tune_prune.tuning import worker
-from tune_prune.tuning.driver import TuneOptions, run_search
+from tune_prune.tuning import run, worker
 from tune_prune.tuning.observers import status
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.work import TrialSpec
@@ -66,7 +66,7 @@ def test_a_trial_that_raises_is_a_record_and_the_next_one_runs(jobs, tmp_path, b
     monkeypatch.setattr(TrialContext, "open", lambda *args, **more: loaded.append(args) or original(*args, **more))
     torch.set_num_threads(2)
     try:
-        result = run_search(jobs, TuneOptions(tmp_path, inline=True, scheduler="race"))
+        result = start(jobs, tmp_path / "search", inline=True, scheduler="race")
         assert torch.get_num_threads() == 2  # trials have as many as workers have, this process what it had
     finally:
         torch.set_num_threads(1)
@@ -75,7 +75,7 @@ def test_a_trial_that_raises_is_a_record_and_the_next_one_runs(jobs, tmp_path, b
     assert (failed.status, failed.reason) == ("failed", "RuntimeError: no such kernel")
     assert [record.status for record in others] == ["complete", "complete"]
     assert len(loaded) == 2  # once more after the failure, as in a fresh worker
-    assert Ledger(FolderStore(tmp_path)).records() == sorted(result.records.values(), key=lambda record: record.key)
+    assert Ledger(FolderStore(tmp_path / "search")).records() == list(result.records.values())
 
 
 def test_what_was_learned_of_memory_stays_where_a_trial_raises(jobs, tmp_path, breaks, monkeypatch):
@@ -83,26 +83,25 @@ def test_what_was_learned_of_memory_stays_where_a_trial_raises(jobs, tmp_path, b
     held = []
     original = TrialContext.open
     monkeypatch.setattr(TrialContext, "open", lambda *args: held.append(args[-1]) or original(*args))
-    run_search(jobs, TuneOptions(tmp_path, inline=True))
+    start(jobs, tmp_path / "search", inline=True)
     assert len(held) == 2 and held[0] is held[1]
 
 
 def test_a_worker_is_held_to_what_the_plan_knows_of_gpus(jobs, tmp_path, monkeypatch):
     held = []
     monkeypatch.setattr(worker, "limit_process", lambda *arguments: held.append(arguments))
-    options = TuneOptions(tmp_path, inline=True, gpu_free={"A10": 7})
-    run_search(jobs[:1], options)
-    assert held == [(options.resources, {"A10": 7})]
+    start(jobs[:1], tmp_path / "search", inline=True, gpu_free={"A10": 7})
+    assert held == [(plan_of(jobs, tmp_path / "search").resources, {"A10": 7})]
 
 
 def test_a_job_that_cannot_be_done_ends_the_search_in_its_own_words(jobs, tmp_path, breaks):
     impossible = [TrialSpec(RUN, PruningConfig("taylor", 16, 10**6), "0" * 16)]
     with pytest.raises(UserError) as refused:
-        run_search(impossible, TuneOptions(tmp_path, inline=True))
+        start(impossible, tmp_path / "search", inline=True)
     assert "1000000" in str(refused.value).replace(",", "")
     breaks(None, RuntimeError("no such kernel"))  # the baseline
     with pytest.raises(RuntimeError, match=r"^baseline of tiny-llama failed: no such kernel$") as error:
-        run_search(jobs, TuneOptions(tmp_path / "other", inline=True))
+        start(jobs, tmp_path / "other", inline=True)
     assert str(error.value.__cause__) == "no such kernel"
     assert Ledger(FolderStore(tmp_path / "other")).records() == []
 
@@ -110,9 +109,17 @@ def test_a_job_that_cannot_be_done_ends_the_search_in_its_own_words(jobs, tmp_pa
 @pytest.mark.slow
 def test_a_job_without_memory_costs_no_trial_that_does_without_it(jobs, tmp_path, breaks, capfd):
     breaks(None, MemoryError("no room"))  # the baseline
-    result = run_search(jobs, TuneOptions(tmp_path, inline=True))
+    result = start(jobs, tmp_path / "search", inline=True)
     assert result.count("complete") == 3 and result.baselines == {}
     assert "[prepare 1/1] baseline of tiny-llama: given up (no room)" in capfd.readouterr().out
+
+
+def command(folder: Path, space: str, *more: str) -> list[str]:
+    """A search of that space in the experiment `folder`/one, in this process."""
+    path = folder / "space.yaml"
+    path.write_text(space)
+    argv = [*TINY, "--search-space", str(path), "--tasks", "boolq", "--limit", "4", "--inline"]
+    return [*argv, "--storage-path", str(folder), "--name", "one", *more]
 
 
 SPACE = "search: grid\nmethod: random\nseq_len: 16\nnum_samples: [8]\npruning_ratio: [0.1, 0.2, 0.3]\n"
@@ -123,9 +130,7 @@ def test_an_interrupted_search_keeps_what_is_finished_and_says_how_to_go_on(
     tmp_path, breaks, capfd, monkeypatch, run_without
 ):
     """The second start is a process in which Ray cannot be imported."""
-    (tmp_path / "space.yaml").write_text(SPACE)
-    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
-    argv += ["--storage-path", str(tmp_path), "--name", "one"]
+    argv = command(tmp_path, SPACE)
     breaks(CONFIGS[1], KeyboardInterrupt())
     assert search.main(argv) == 130
     said = capfd.readouterr().err
@@ -149,10 +154,9 @@ def test_what_cannot_be_noted_at_an_interrupt_does_not_hide_it(tmp_path, breaks,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(LostWork, "note_all", full)
-    (tmp_path / "space.yaml").write_text(SPACE)
-    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    argv = command(tmp_path, SPACE)
     breaks(CONFIGS[0], KeyboardInterrupt())
-    assert search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"]) == 130
+    assert search.main(argv) == 130
     said = capfd.readouterr().err
     assert "warning: cost.json leaves out the work of interrupted attempts: [Errno 28] No space left" in said
     assert "finished trials are kept" in said
@@ -160,9 +164,7 @@ def test_what_cannot_be_noted_at_an_interrupt_does_not_hide_it(tmp_path, breaks,
 
 @pytest.mark.slow
 def test_a_full_disk_ends_a_search_in_a_sentence_and_the_same_command_goes_on(tmp_path, capfd, monkeypatch):
-    (tmp_path / "space.yaml").write_text(SPACE)
-    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
-    argv += ["--storage-path", str(tmp_path), "--name", "one"]
+    argv = command(tmp_path, SPACE)
     write = os.fsync
 
     def full(descriptor: int) -> None:
@@ -190,9 +192,7 @@ def test_a_full_disk_ends_a_search_in_a_sentence_and_the_same_command_goes_on(tm
 @pytest.mark.slow
 def test_a_view_that_cannot_be_written_is_a_warning_and_the_others_are(tmp_path, capfd, monkeypatch, draws):
     """A folder in the place of the table; with --draws no word of the end can be said, as where the disk is full."""
-    (tmp_path / "space.yaml").write_text(SPACE.replace("[0.1, 0.2, 0.3]", "0.2").replace("random", "taylor"))
-    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
-    argv += ["--storage-path", str(tmp_path), "--name", "one", *draws]
+    argv = command(tmp_path, SPACE.replace("[0.1, 0.2, 0.3]", "0.2").replace("random", "taylor"), *draws)
     table = tmp_path / "one" / "all_methods_results.csv"
     (table / "mine").mkdir(parents=True)
     warnings = [f"warning: {table.name}: not written: {table} cannot be used (Is a directory); move that folder away"]
@@ -219,17 +219,14 @@ def test_a_defect_in_a_view_is_raised(tmp_path, monkeypatch):
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(results, "write_cost", broken)
-    (tmp_path / "space.yaml").write_text(SPACE.replace("[0.1, 0.2, 0.3]", "0.2"))
-    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    monkeypatch.setattr(run, "write_cost", broken)
+    argv = command(tmp_path, SPACE.replace("[0.1, 0.2, 0.3]", "0.2"))
     with pytest.raises(ZeroDivisionError):
-        search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"])
+        search.main(argv)
 
 
 def test_failures_are_counted_among_the_trials_that_an_adaptive_search_has_run(tmp_path, capfd, breaks):
-    (tmp_path / "space.yaml").write_text(SPACE.replace("random", "[random, magnitude]"))
-    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
-    argv += ["--storage-path", str(tmp_path), "--name", "one", "--search", "optuna", "--num-trials", "1"]
+    argv = command(tmp_path, SPACE.replace("random", "[random, magnitude]"), "--search", "optuna", "--num-trials", "1")
     for config in CONFIGS:
         breaks(config, Infeasible("too much"))
         breaks(replace(config, method="magnitude"), Infeasible("too much"))
@@ -239,9 +236,7 @@ def test_failures_are_counted_among_the_trials_that_an_adaptive_search_has_run(t
 
 
 def test_a_search_ends_with_the_classes_of_its_failures(tmp_path, capfd, breaks):
-    (tmp_path / "space.yaml").write_text(SPACE)
-    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
-    argv += ["--storage-path", str(tmp_path), "--name", "one"]
+    argv = command(tmp_path, SPACE)
     breaks(CONFIGS[0], Infeasible("too much"))
     breaks(CONFIGS[2], NotFinite("3 scores are not finite"))
     assert search.main(argv) == 0

@@ -17,6 +17,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
+from tests.searches import finished
 from tune_prune import embedded
 from tune_prune.analysis import export
 from tune_prune.analysis.input.reading import study_of_search
@@ -24,7 +25,6 @@ from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.commands import plan_page, search
 from tune_prune.commands.flags import settings_from
-from tune_prune.commands.search import parser
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
@@ -40,7 +40,7 @@ from tune_prune.pruning.methods import Method, load_method
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare
-from tune_prune.tuning import experiment, preflight, resolve
+from tune_prune.tuning import experiment, preflight
 from tune_prune.tuning import space as search_space
 from tune_prune.tuning.memory_bounds import check_memory
 from tune_prune.tuning.plan import SearchSettings
@@ -120,29 +120,6 @@ def test_stopping_early_makes_the_cost_an_upper_bound(plan_text: Callable[..., s
     assert "scheduler race, KL filter\n" in both and "race and the KL filter stop trials early" in both
 
 
-@pytest.mark.parametrize(
-    ("space", "flags", "trials"),
-    [
-        ("control", (), 1),
-        ("minimal", (), 3),
-        ("smoke", ("--draws", "2"), None),
-        ("smoke", ("--search", "optuna"), None),
-        ("smoke", ("--search", "optuna", "--num-trials", "5"), 5),
-    ],
-)
-def test_a_filter_that_can_stop_nothing_is_refused(space: str, flags: tuple[str, ...], trials: int | None) -> None:
-    """It compares with five earlier trials of one draw: the sixth may be stopped."""
-    argv = ["--model", "tiny-llama", "--search-space", space, *flags, "--kl-filter"]
-    asked = settings_from(vars(parser().parse_args(argv)))
-    if trials is None:
-        assert resolve.space(asked).name == space
-        return
-    with pytest.raises(
-        UserError, match=rf"^--kl-filter .* at least 5 before it, but search space {space} has {trials} "
-    ):
-        resolve.space(asked)
-
-
 @pytest.mark.slow
 def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
     plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
@@ -207,14 +184,14 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     context = TrialContext.open(model.run, tmp_path / "kept" / "artifacts", device="cpu")
     values = plan.space.values
     short = min(values["seq_len"])
-    needs = needs_of(config for config, _ in model.trials if config.seq_len == short)
+    needs = needs_of(config for config in model.configs if config.seq_len == short)
     made = [report.stage for _, report in prepare(context, Samples(short), needs)]
     assert made == ["importance", "removal"]
     tokens = sum(context.suite.tokens_in_slice(index) for index in range(context.suite.num_slices))
-    config, key = model.trials[0]
+    first, *others = model.trials
     store = FolderStore(plan.experiment_dir)
-    experiment.write(store, plan, ["python"])
-    Ledger(store).write(TrialRecord(key, "tiny-llama", config, "complete"))
+    experiment.write(plan.held, plan, ["python"])
+    Ledger(store).write(finished(first))
     write_baselines(store, {"tiny-llama": TrialRecord(context.key(None), "tiny-llama", None, "complete")})
 
     out = plan_text(*KEPT, "--gpus-per-trial", "0")
@@ -223,8 +200,8 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     assert cost["removal"][0] == "1"
     assert cost["zero-shot"][:2] == ["5", f"{5 * tokens:,}"]
     assert "~" not in out
-    for config, key in model.trials[1:]:
-        Ledger(store).write(TrialRecord(key, "tiny-llama", config, "complete"))
+    for spec in others:
+        Ledger(store).write(finished(spec))
     assert "cost         nothing is left to compute" in plan_text(*KEPT, "--gpus-per-trial", "0")
 
 
@@ -241,15 +218,12 @@ SHAPES = {
         "uniform",
         "uniform: one MLP width for all layers, and one of 1, 2, 4 KV groups in each",
     ),
-    "space": ("uniform", (), "uniform", "uniform: "),
     "default number": (
         "",
         ("--shape", "aligned"),
         "aligned-64",
         "aligned: MLP widths in multiples of 64, at least one KV group",
     ),
-    "number": ("", ("--shape", "aligned", "--align", "16"), "aligned-16", "aligned: MLP widths in multiples of 16, "),
-    "number of the space": ("aligned-32", (), "aligned-32", "aligned: MLP widths in multiples of 32, "),
     "number for the space": ("aligned", ("--align", "8"), "aligned-8", "aligned: MLP widths in multiples of 8, "),
     "flag and space agree": ("uniform", ("--shape", "uniform"), "uniform", "uniform: "),
     "free": ("", (), "free", ""),
@@ -267,13 +241,6 @@ def test_plan_of_a_shape(
     assert f"experiment   ray_results/{name}\n" in out
     rows = [line for line in out.splitlines() if line.startswith("shape ")]
     assert [row.startswith(f"shape        {says}") for row in rows] == [True] * (shape != "free")
-    settings = SearchSettings(
-        ("tiny-llama",), "mine.yaml", tasks=("piqa",), shape=flags[1] if "--shape" in flags else None
-    )
-    if "--align" in flags:
-        settings = replace(settings, align=int(flags[-1]))
-    plan = make_plan(settings)
-    assert {config.shape for config, _ in plan.models[0].trials} == {shape} and plan.models[0].shapes == (shape,)
 
 
 def test_what_is_removable_depends_on_the_shape(plan_text: Callable[..., str]) -> None:
@@ -302,8 +269,8 @@ def test_plan_of_several_ratios_and_shapes(plan_text: Callable[..., str]) -> Non
     trials: dict[float, set[object]] = {}
     plan = make_plan(SearchSettings(("tiny-llama",), "mine.yaml", gpus_per_trial=0))
     assert plan.experiment_dir.name == "tiny-llama-10+30-mine-free+aligned-16"
-    for config, key in plan.models[0].trials:
-        trials.setdefault(config.pruning_ratio, set()).add((config, key))
+    for spec in plan.trials:
+        trials.setdefault(spec.config.pruning_ratio, set()).add(spec)
     Path("mine.yaml").write_text(f"{text}\nshape: [free, aligned-16]\n")
     for ratio, members in trials.items():
         alone = make_plan(SearchSettings(("tiny-llama",), "mine.yaml", pruning_ratio=ratio, gpus_per_trial=0))
@@ -339,14 +306,14 @@ def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, mo
     kind, _, number = shape.partition("-")
     settings = SearchSettings(("tiny-llama",), "smoke", shape=kind, align=int(number) if number else None, limit=5)
     (model,) = make_plan(settings).models
-    config, key = model.trials[-1]
-    rows = frame([TrialRecord(key=key, model="tiny-llama", config=config, status="complete")], tmp_path)
+    spec = model.trials[-1]
+    rows = frame([TrialRecord(spec.key, "tiny-llama", spec.config, "complete")], tmp_path)
     text = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
     assert text is not None
     space, again = text.splitlines()
     subprocess.run(["bash", "-c", space], check=True)
     args = search.parser().parse_args(shlex.split(again)[2:])
-    assert make_plan(settings_from(vars(args))).models[0].trials == ((config, key),)
+    assert make_plan(settings_from(vars(args))).trials == (spec,)
 
 
 def test_large_models_are_aligned_where_no_shape_is_named(
@@ -411,34 +378,36 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     settings = SearchSettings(("tiny-llama",), str(space), gpus_per_trial=0, storage_path=str(tmp_path / "kept"))
     plan = make_plan(settings)
     (model,) = plan.models
-    models = experiment.write(FolderStore(plan.experiment_dir), plan, [])["models"]
+    models = (experiment.write(plan.held, plan, []).about or {})["models"]
     assert study_of_search(plan.experiment_dir, {"models": models}, {}, []).models["tiny-llama"].seedless == (
         "magnitude",
     )
     names = ["taylor-s16-n8", "magnitude-s16-n8", "taylor-s16-n8-cembedded+other"]
     names += ["taylor-s16-n8-r2", "taylor-s16-n8-r2-cembedded+other"]
-    keys = {config.name: key for config, key in model.trials}
+    keys = {spec.config.name: spec.key for spec in model.trials}
     assert sorted(keys) == sorted(names)
     space.write_text("\n".join(lines[:4]))
     alone = replace(settings, calibration=f"embedded+{other}", pruning_ratio=0.2)
     (mixed,) = make_plan(alone).models
     assert mixed.run.calibration == f"embedded+{other}"
-    assert {config.name: key for config, key in mixed.trials}["taylor-s16-n8"] == keys["taylor-s16-n8-cembedded+other"]
-    config, key = next(trial for trial in model.trials if trial[0].name == names[-1])
-    rows = frame([TrialRecord(key=key, model="tiny-llama", config=config, status="complete")], tmp_path)
+    assert {spec.config.name: spec.key for spec in mixed.trials}["taylor-s16-n8"] == keys[
+        "taylor-s16-n8-cembedded+other"
+    ]
+    spec = next(spec for spec in model.trials if spec.config.name == names[-1])
+    rows = frame([TrialRecord(spec.key, "tiny-llama", spec.config, "complete")], tmp_path)
     again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
-    assert [found for _, found in make_plan(settings_from(vars(args))).models[0].trials] == [key]
-    config = next(config for config, _ in model.trials if config.name == names[0])  # the mean of its draws
+    assert [one.key for one in make_plan(settings_from(vars(args))).trials] == [spec.key]
+    config = next(config for config in model.configs if config.name == names[0])  # the mean of its draws
     rows = frame([TrialRecord(key=keys[names[0]], model="tiny-llama", config=config, status="complete")], tmp_path)
     again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
     assert again is not None
     subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
     args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
     both = {keys["taylor-s16-n8"], keys["taylor-s16-n8-r2"]}
-    assert {found for _, found in make_plan(settings_from(vars(args))).models[0].trials} == both
+    assert {one.key for one in make_plan(settings_from(vars(args))).trials} == both
     space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
     out = plan_text("--model", "tiny-llama", "--search-space", space)
     assert "4 runs of the sample text for each of: gradient (one per seq_len, seed, calibration)" in out

@@ -115,32 +115,22 @@ def test_it_looks_for_its_objective(objective):
         assert config == {name: getattr(specs[first].config, name) for name in levels}
 
 
-def test_what_was_stopped_is_known_by_the_objective():
-    spec = specs_of("m")[0]
-    searcher = OptunaSearcher([spec], num_trials=1, seed=0, objective="kl")
-    searcher.ask()
-    metrics = {"acc_mean": 0.4, "kl_text": 2.0, "kl_tasks": 4.0}
-    searcher.tell(spec, stage_message(spec.key, metrics=metrics, items_scored=10))
-    (trial,) = searcher._studies["m"]._study.trials
-    assert (trial.state, trial.intermediate_values) == (TrialState.PRUNED, {10: -3.0})
+def test_each_model_ratio_and_recovery_has_its_own_trials_one_group_after_the_other():
+    """With recovery in one study, it would find nothing but training."""
 
+    def other(start: str, **values) -> list[TrialSpec]:
+        return [
+            replace(spec, config=replace(spec.config, **values), key=f"{start}{spec.key}") for spec in specs_of("a")
+        ]
 
-def test_each_model_and_ratio_has_its_own_trials_one_group_after_the_other():
-    small = [
-        replace(spec, config=replace(spec.config, pruning_ratio=0.3), key=f"s{spec.key}") for spec in specs_of("a")
-    ]
-    searcher = OptunaSearcher(specs_of("a") + specs_of("b") + small, num_trials=4, seed=0)
-    assert searcher.remaining == 12
+    small, trained = other("s", pruning_ratio=0.3), other("t", recovery="lora")
+    searcher = OptunaSearcher(specs_of("a") + specs_of("b") + small + trained, num_trials=4, seed=0)
+    assert searcher.remaining == 16
     keys = run_all(searcher)
-    assert [key[0] for key in keys] == ["a"] * 4 + ["b"] * 4 + ["s"] * 4
+    assert [key[0] for key in keys] == ["a"] * 4 + ["b"] * 4 + ["s"] * 4 + ["t"] * 4
     assert searcher.remaining == 0
     alone = OptunaSearcher(specs_of("b"), num_trials=4, seed=0)
     assert run_all(alone) == keys[4:8]  # the other groups change nothing
-
-
-def test_an_unfinished_trial_is_not_proposed_to_another_worker():
-    searcher = OptunaSearcher(specs_of("m"), num_trials=27, seed=0)
-    assert len({searcher.ask().key for _ in range(27)}) == 27
 
 
 def test_known_records_count_and_are_not_run_again():
@@ -152,13 +142,9 @@ def test_known_records_count_and_are_not_run_again():
     keys = run_all(searcher)
     assert len(keys) == 3
     assert not {specs[0].key, specs[1].key} & set(keys)
-
-
-def test_a_search_that_is_complete_has_nothing_to_propose():
-    specs = specs_of("m")
-    searcher = OptunaSearcher(specs, num_trials=2, seed=0, known=[record_of(spec, "complete") for spec in specs[:2]])
-    assert searcher.remaining == 0
-    assert searcher.ask() is None
+    complete = [record_of(spec, "complete") for spec in specs[:2]]
+    searcher = OptunaSearcher(specs, num_trials=2, seed=0, known=complete)
+    assert searcher.remaining == 0 and searcher.ask() is None
 
 
 def test_a_failed_record_is_proposed_first():
@@ -170,19 +156,18 @@ def test_a_failed_record_is_proposed_first():
 
 
 @pytest.mark.parametrize(
-    ("last", "error", "state"),
+    ("last", "state"),
     [
-        (stage_message("t", status="complete", metrics={"acc_mean": 0.7}), False, TrialState.COMPLETE),
-        (stage_message("t", status="complete", metrics={"acc_mean": math.nan}), False, TrialState.FAIL),
-        (stage_message("t", status="failed"), False, TrialState.FAIL),
-        (stage_message("t", metrics={"acc_mean": 0.3}, items_scored=10), False, TrialState.PRUNED),
-        (None, True, TrialState.FAIL),
-        (stage_message("t", metrics={"acc_mean": 0.3}, items_scored=10), True, TrialState.FAIL),
+        (stage_message("t", status="complete", metrics={"acc_mean": 0.7}), TrialState.COMPLETE),
+        (stage_message("t", status="complete", metrics={"acc_mean": math.nan}), TrialState.FAIL),
+        (stage_message("t", status="failed", metrics={"acc_mean": 0.3}, items_scored=10), TrialState.FAIL),
+        (stage_message("t", metrics={"acc_mean": 0.3}, items_scored=10), TrialState.PRUNED),
+        (None, TrialState.FAIL),
     ],
 )
-def test_how_a_trial_ended_is_told_as_it_was(last, error, state):
+def test_how_a_trial_ended_is_told_as_it_was(last, state):
     searcher = OptunaSearcher(specs_of("m"), num_trials=2, seed=0)
-    searcher.tell(searcher.ask(), last, error)
+    searcher.tell(searcher.ask(), last)
     trial = searcher._studies["m"]._study.trials[-1]
     assert trial.state == state
     assert trial.intermediate_values == ({10: 0.3} if state == TrialState.PRUNED else {})

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from ray._private.state import actors
 
+from tests.searches import start
 from tests.tuning.test_tuning import ONE_AT_A_TIME, specs_of
 from tune_prune.core.config import PruningConfig
-from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.messages import Message
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.ray_cluster import deadline
@@ -66,11 +66,11 @@ def test_a_worker_that_is_lost_between_trials_costs_none(
     # A worker's own start takes longer than that here
     monkeypatch.setattr(deadline, "actors", lambda *a, job_id=None, **k: {} if job_id is not None else actors(*a, **k))
     jobs = specs_of("tiny-llama", CONFIGS, tmp_path / "scratch")
-    run_search(jobs, TuneOptions(tmp_path / "alone", inline=True))
+    start(jobs, tmp_path / "alone", inline=True)
     between = Between(sign)
-    result = run_search(jobs, TuneOptions(tmp_path / "search", resources=ONE_AT_A_TIME, observers=[between]))
+    result = start(jobs, tmp_path / "search", [between], resources=ONE_AT_A_TIME)
     assert between.hit and result.count("complete") == 3
-    alone = run_search(jobs, TuneOptions(tmp_path / "alone", inline=True))
+    alone = start(jobs, tmp_path / "alone", inline=True)
     for spec in jobs:
         assert result.records[spec.key].metrics == alone.records[spec.key].metrics
     assert not between.hit & {actor["Pid"] for actor in actors(actor_state_name="ALIVE").values()}
@@ -80,7 +80,6 @@ def test_a_worker_that_is_lost_between_trials_costs_none(
 def test_a_preparation_job_whose_worker_is_stopped_is_done_by_another(two_cpus: None, tmp_path: Path) -> None:
     jobs = specs_of("tiny-llama", CONFIGS[:1], tmp_path / "scratch")
     stops = StopsTheJob()
-    options = TuneOptions(tmp_path / "search", resources=ONE_AT_A_TIME, observers=[stops], trial_timeout_s=40.0)
-    result = run_search(jobs, options)
+    result = start(jobs, tmp_path / "search", [stops], resources=ONE_AT_A_TIME, trial_timeout_s=40.0)
     assert stops.begun == 2 and result.count("complete") == 1
     assert result.baselines["tiny-llama"].status == "complete"

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler
 
+from tests.searches import start
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import Slice
+from tune_prune.core.store import ITEMS, TRIALS, FolderStore
+from tune_prune.data import checks
 from tune_prune.evaluation.item_scores import ItemScore, to_parquet
-from tune_prune.tuning.messages import Slice, TrialMessage
+from tune_prune.trial.context import TrialContext
+from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.observers.results import FailuresObserver
 from tune_prune.tuning.queue import WorkQueue
-from tune_prune.tuning.ray_cluster.trainable import to_result
 from tune_prune.tuning.ray_cluster.tuner import QueueSearcher, RuleScheduler
-from tune_prune.tuning.stopping import AshaRule, KlFilterRule, RaceRule, StoppingRule, read_outcomes
+from tune_prune.tuning.stopping import (
+    ACCURACY,
+    GOLD_LOGPROB,
+    AshaRule,
+    KlFilterRule,
+    RaceRule,
+    StoppingRule,
+    read_outcomes,
+)
 from tune_prune.tuning.work import TrialSpec, groups_of_draws
 
 SIZES = {"boolq": 400, "piqa": 200}
@@ -29,9 +45,8 @@ SLICES = (0.25, 0.5, 1.0)
 
 
 def specs_of(*keys: str, model: str = "m", slices=SLICES, ratio: float = 0.2) -> dict[str, TrialSpec]:
-    run = ModelRun(
-        model, model, None, "embedded", None, EvaluationProtocol(("boolq", "piqa"), slices=slices), 0, "float32"
-    )
+    protocol = EvaluationProtocol(("boolq", "piqa"), slices=slices)
+    run = ModelRun(model, model, None, "embedded", None, protocol, 0, "float32")
     return {key: TrialSpec(run, PruningConfig("taylor", 16, 1 + i, ratio), key) for i, key in enumerate(keys)}
 
 
@@ -40,20 +55,27 @@ def outcomes(index: int, right: float) -> dict[str, str]:
 
 
 def message(key: str, index: int, right: float) -> TrialMessage:
-    """A worker's message after a slice."""
+    """A worker's message after a slice, of items that are right or not."""
     part = Slice(index, SLICES[index], outcomes(index, right), SIZES)
     return stage_message(key, slice=part, metrics={"acc_mean": right}, items_scored=10, items_total=20)
 
 
-def test_every_draw_is_a_group_of_its_own():
+def nats(key: str, index: int, golds: dict[str, tuple[float, ...]], sizes: dict[str, int]) -> TrialMessage:
+    """A worker's message after a slice, of the log-probabilities of right choices."""
+    part = Slice(index, SLICES[index], {"boolq": "1" * 100}, {"boolq": 400}, golds, sizes)
+    return stage_message(key, slice=part, items_scored=100, items_total=400)
+
+
+def test_every_draw_is_a_group_of_its_own() -> None:
     """The run's own draw (None) is none of the others, seed 0 neither."""
     (spec,) = specs_of("one").values()
     specs = [replace(spec, config=replace(spec.config, seed=seed), key=str(seed)) for seed in (None, 0, 1)]
     assert groups_of_draws(specs) == {"None": "m", "0": "m 0", "1": "m 1"}
 
 
-def test_a_trial_far_behind_is_stopped_with_its_reason():
-    rule = RaceRule(specs_of("good00-key", "bad000-key"))
+def test_a_trial_far_behind_is_stopped_with_its_reason() -> None:
+    specs = specs_of("good00-key", "bad000-key")
+    rule = RaceRule(specs)
     assert not rule.stops(stage_message("bad000-key", "pruning"))
     assert not rule.stops(message("bad000-key", 0, 0.2))  # alone
     assert not rule.stops(message("good00-key", 0, 0.8))
@@ -65,19 +87,29 @@ def test_a_trial_far_behind_is_stopped_with_its_reason():
         "(limit 2.0 standard errors, confidence 95% for all trials of the model)"
     }
     assert not rule.stops(message("good00-key", 1, 0.8))
+    rule, sizes = RaceRule(specs, measure=GOLD_LOGPROB), {"boolq": 360}
+    assert not rule.stops(nats("good00-key", 0, {"boolq": (-1.0,) * 90}, sizes))
+    assert rule.stops(nats("bad000-key", 0, {"boolq": (-1.5, -2.5) * 45}, sizes))
+    # D = 1; V = 0.75 (45 (0.5^2 + 1.5^2)) / 90^2, M = 0.75 / 90, L = 3 sqrt(1.25): sqrt(V + M L D) = 0.1957
+    assert "by 1.000 ± 0.196 nats on 90 of 360 questions (limit 2.0 " in rule.reasons["bad000-key"]
 
 
 @pytest.mark.parametrize("others", [{"model": "other"}, {"ratio": 0.3}])
 @pytest.mark.parametrize("kind", [RaceRule, AshaRule])
-def test_models_and_ratios_do_not_race_each_other(kind, others):
+def test_models_and_ratios_do_not_race_each_other(kind, others) -> None:
     rule = kind(specs_of("a", "c") | specs_of("b", **others))
     trials = (("a", 0.9), ("b", 0.1), ("c", 0.1))
     assert [rule.stops(message(key, 0, accuracy)) for key, accuracy in trials] == [False, False, True]
 
 
 @pytest.mark.parametrize("kind", [RaceRule, AshaRule, lambda specs: KlFilterRule(specs, (), RaceRule(specs))])
-def test_a_trial_that_has_failed_stops_no_other(kind):
+def test_a_trial_that_has_failed_stops_no_other(kind) -> None:
     """As it has no result; tried again, it races from the start."""
+
+    def failed(key: str) -> TrialMessage:
+        told = message(key, 0, 0.9)
+        return replace(told, record=replace(told.record, status="failed"))
+
     rule = kind(specs_of("leader", "second", "third"))
     rule.forget("third")  # before anything was heard of it
     assert not rule.stops(message("leader", 0, 0.9))
@@ -91,12 +123,7 @@ def test_a_trial_that_has_failed_stops_no_other(kind):
         assert rule.stops(message("second", 1, 0.1))
 
 
-def failed(key: str) -> TrialMessage:
-    told = message(key, 0, 0.9)
-    return replace(told, record=replace(told.record, status="failed"))
-
-
-def test_limits_count_all_configurations_of_the_model_not_those_that_ran():
+def test_limits_count_all_configurations_of_the_model_not_those_that_ran() -> None:
     few, many = specs_of("a", "b"), specs_of("a", "b", *map(str, range(5000)))
     answers = []
     for specs in (few, many):
@@ -106,78 +133,110 @@ def test_limits_count_all_configurations_of_the_model_not_those_that_ran():
     assert answers == [True, False]
 
 
-def test_complete_trials_of_an_earlier_start_compete():
+def test_complete_trials_of_an_earlier_start_compete() -> None:
     known = {"done": [outcomes(index, 0.9) for index in range(3)]}
     rule = RaceRule(specs_of("done", "new"), known)
     assert rule.stops(message("new", 0, 0.2))
     assert "taylor-s16-n1-done" in rule.reasons["new"]
     assert not RaceRule(specs_of("done", "new"), known).stops(message("new", 0, 0.9))
+    golds = [{"boolq": (-1.0,) * n} for n in (100, 100, 200)]
+    rule = RaceRule(specs_of("done", "new"), {"done": golds}, measure=GOLD_LOGPROB)
+    assert rule.stops(nats("new", 0, {"boolq": (-3.0,) * 100}, {"boolq": 400}))
 
 
-def test_a_slice_that_adds_nothing_is_a_slice():
-    """Fewer items than slices."""
+def test_slices_without_scores_stop_nothing() -> None:
+    """Where there are fewer items than slices, and where no item has a single right choice."""
     rule = RaceRule(specs_of("a"))
-    sizes = {"boolq": 2, "piqa": 2}
     for index, added in enumerate([{"boolq": "1", "piqa": "1"}, {}]):
-        assert not rule.stops(stage_message("a", slice=Slice(index, SLICES[index], added, sizes)))
+        part = Slice(index, SLICES[index], added, {"boolq": 2, "piqa": 2})
+        assert not rule.stops(stage_message("a", slice=part))
+    rule = RaceRule(specs_of("a", "b"), {"a": [{}, {}, {}]}, measure=GOLD_LOGPROB)
+    assert not any(rule.stops(nats(key, 0, {}, {})) for key in "ab")
 
 
-def score(task: str, doc_id: int, part: int, right: bool) -> ItemScore:
-    """boolq is reported by acc, piqa by acc_norm."""
+def score(task: str, part: int, right: bool, gold: int, *values: float) -> ItemScore:
+    """An item of boolq, which is reported by acc, or of another task, which is by acc_norm."""
     acc, acc_norm = (right, None) if task == "boolq" else (not right, float(right))
-    return ItemScore(task, doc_id, part, float(acc), acc_norm, (-1.0, -2.0), 0)
+    return ItemScore(task, 0, part, float(acc), acc_norm, values, gold)
 
 
-def test_items_of_a_complete_trial_are_read_in_scoring_order(tmp_path):
-    items = [score("boolq", 7, 0, True), score("boolq", 2, 0, False), score("piqa", 5, 0, True)]
-    items += [score("boolq", 1, 2, True), score("piqa", 0, 2, False), score("piqa", 9, 2, True)]
-    (tmp_path / "items.parquet").write_bytes(to_parquet(items))
-    assert read_outcomes(tmp_path / "items.parquet", 3) == [
-        {"boolq": "10", "piqa": "1"},
+def test_items_of_a_complete_trial_are_read_in_scoring_order(tmp_path: Path) -> None:
+    items = [score("boolq", 0, True, 1, -1.0, -2.0), score("boolq", 0, False, 0, -0.1, -9.0)]
+    items += [score("piqa", 0, True, -1, -7.0)]
+    items += [score("boolq", 2, True, 0, -math.inf, -1.0), score("piqa", 2, False, 0, -8.0)]
+    items += [score("piqa", 2, True, -1, -1.0)]
+    path = tmp_path / "0123abcd" / ITEMS
+    path.parent.mkdir()
+    path.write_bytes(to_parquet(items))
+    assert read_outcomes(path, 3) == [{"boolq": "10", "piqa": "1"}, {}, {"boolq": "1", "piqa": "01"}]
+    assert read_outcomes(path, 3, GOLD_LOGPROB) == [
+        {"boolq": (-2.0, -0.1)},
         {},
-        {"boolq": "1", "piqa": "01"},
+        {"boolq": (-math.inf,), "piqa": (-8.0,)},
     ]
+    late, other = score("boolq", 4, True, 0, -1.0), score("a", 0, True, 2, -1.0, -2.0)
+    for content, measure in ((None, ACCURACY), (b"no parquet", ACCURACY), (to_parquet([late]), ACCURACY),
+                             (to_parquet([other]), GOLD_LOGPROB)):  # fmt: skip
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(UserError, match=r"0123abcd\.json"):  # the record to remove
+            read_outcomes(path, 3, measure)
 
 
-def test_items_that_cannot_be_read_say_which_record_to_remove(tmp_path):
-    folder = tmp_path / "0123abcd"
-    folder.mkdir()
-    path = folder / "items.parquet"
-    with pytest.raises(UserError, match=r"0123abcd\.json"):
-        read_outcomes(path, 3)
-    path.write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=r"0123abcd\.json"):
-        read_outcomes(path, 3)
-    path.write_bytes(to_parquet([score("boolq", 0, 4, True)]))
-    with pytest.raises(UserError, match=r"0123abcd\.json"):
-        read_outcomes(path, 3)
+def test_a_search_hears_what_the_files_of_its_trials_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value of a message is that of items.parquet, they add up to the record's metrics, and no record holds them."""
+    heard: dict[str, list[dict[str, tuple[float, ...]]]] = {}
+    original = RaceRule.stops
+
+    def stops(self: RaceRule, told: TrialMessage) -> bool:
+        if told.slice is not None:
+            heard.setdefault(told.record.key, []).append(dict(told.slice.gold_logprobs))
+            assert told.slice.gold_items_per_task == {"boolq": 6, "piqa": 6}
+        return original(self, told)
+
+    monkeypatch.setattr(RaceRule, "stops", stops)
+    protocol = EvaluationProtocol(tasks=("boolq", "piqa"), limit=6, slices=(0.5, 1.0), perplexity_window=64)
+    run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, protocol, 0, "float32")
+    context = TrialContext.open(run, tmp_path / "artifacts", device="cpu")
+    configs = [spec.config for spec in specs_of("a", "b").values()]
+    jobs, folder = [TrialSpec(run, config, context.key(config)) for config in configs], tmp_path / "search"
+    assert start(jobs[:1], folder, inline=True, scheduler="race-gold").count("complete") == 1
+    result = start(jobs, folder, inline=True, scheduler="race-gold")  # the first one comes in by its file
+    assert result.count("complete") == 2 and len(heard) == 2
+    for key, slices in heard.items():
+        read = read_outcomes(folder / TRIALS / key / ITEMS, 2, GOLD_LOGPROB)
+        assert read[: len(slices)] == slices
+        for task in protocol.tasks:
+            values = [value for part in read for value in part[task]]
+            assert result.records[key].metrics[f"gold_logprob_{task}"] == sum(values) / len(values)
+    for record in Ledger(FolderStore(folder)).records():
+        assert not any({"slice", "outcomes", "gold_logprobs"} & set(stage.to_dict()) for stage in record.stages)
 
 
 @pytest.mark.parametrize(
-    ("slices", "levels"),
+    ("flag", "sentence"),
     [
-        ((1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), {0.25, 0.5}),
-        ((0.25, 0.5, 1.0), {0.25, 0.5}),
-        ((0.5, 1.0), {0.5}),
-        ((0.1, 1.0), set()),
+        ("--scheduler race-gold", r"^--scheduler race-gold .* cloze, last have none .*use --scheduler race, or add"),
+        ("--objective gold_logprob", r"^--objective gold_logprob looks .* cloze, last .*use --objective accuracy, or"),
+        ("--draws-by gold_logprob", r"^--draws-by gold_logprob compares .* cloze, last .*use --draws-by accuracy, or"),
+        ("--kl-filter", r"^--kl-filter measures .* cloze, last have none .*leave it out, or add"),
     ],
 )
-def test_asha_halves_at_a_quarter_of_the_items_and_its_doublings(slices, levels):
-    """The second trial is worse at the slice in question, and only there: it is stopped if the slice is a level."""
-    for part in slices[:-1]:
-        rule = AshaRule(specs_of("a", "b", slices=slices))
-        answers = {}
-        for key in ("a", "b"):
-            for seen in slices[:-1]:
-                worse = key == "b" and seen == part
-                given = stage_message(key, slice=Slice(0, seen, {}, {}), metrics={"acc_mean": 0.4 if worse else 0.5})
-                answers[key, seen] = rule.stops(given)
-        assert {key for key, stops in answers.items() if stops} == ({("b", part)} if part in levels else set())
-        if part in levels:
-            assert rule.reasons["b"].startswith("stopped by the scheduler at acc_mean 0.4000 after ")
+def test_tasks_without_right_choices_are_refused_before_a_search(tmp_path: Path, flag: str, sentence: str) -> None:
+    def run(*tasks: str) -> ModelRun:
+        protocol = EvaluationProtocol(tasks=tasks)
+        return ModelRun("tiny-llama", "tiny-llama", None, "embedded", str(tmp_path), protocol, 0, "float32")
+
+    for name, kind in (("cloze", "loglikelihood"), ("last", "loglikelihood"), ("quiz", "multiple_choice")):
+        folder = tmp_path / "tasks" / name
+        folder.mkdir(parents=True)
+        (folder / "task.yaml").write_text(f"output_type: {kind}\ndoc_to_text: x\ndoc_to_target: y\n")
+        (folder / "test.jsonl").write_text('{"x": 1}\n')
+    checks.check_right_choices(run("cloze", "quiz"), flag)
+    with pytest.raises(UserError, match=sentence):
+        checks.check_right_choices(run("cloze", "last"), flag)
 
 
-def test_asha_stops_no_trial_for_how_its_sum_was_rounded():
+def test_asha_stops_no_trial_for_how_its_sum_was_rounded() -> None:
     """Both have 389 of 420 items."""
     rule = AshaRule(specs_of("a", "b"))
     for key, accuracy in (("a", 0.9261904761904763), ("b", 0.9261904761904762)):
@@ -185,7 +244,7 @@ def test_asha_stops_no_trial_for_how_its_sum_was_rounded():
 
 
 @pytest.mark.parametrize("slices", [(1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (0.1, 0.3, 0.4, 0.6, 1.0)])
-def test_asha_decides_as_rays_does(slices):
+def test_asha_decides_as_rays_does(slices: tuple[float, ...]) -> None:
     """Ray's scheduler is told the same: 30 trials of random accuracies, their slices in random order."""
     rng = random.Random(1)
     specs = specs_of(*(f"k{index}" for index in range(30)), slices=slices)
@@ -201,64 +260,25 @@ def test_asha_decides_as_rays_does(slices):
         given = stage_message(key, slice=Slice(reached[key], part, {}, {}), metrics={"acc_mean": accuracy})
         stops = ours.stops(given)
         assert stops == (theirs.on_trial_result(None, trials[key], {"part": part, "acc": accuracy}) == "STOP")
+        if stops:
+            stopped.append(key)
+            assert ours.reasons[key].startswith(f"stopped by the scheduler at acc_mean {accuracy:.4f} after ")
         reached[key] += 1
-        stopped += [key] * stops
         if stops or reached[key] == len(slices) - 1:
             del reached[key]
     assert 10 < len(stopped) < 30
 
 
-def quiet_run(folder, **options):
-    checkpoints = tune.CheckpointConfig(checkpoint_at_end=False)
-    return tune.RunConfig(storage_path=str(folder), checkpoint_config=checkpoints, verbose=0, **options)
-
-
 @pytest.mark.slow
-def test_ray_stops_what_the_race_stops(two_cpus, tmp_path):
-    """One at a time: the good trial has completed when the bad one reports its first slice, the equal one goes on."""
-    accuracy = {"good": 0.8, "bad": 0.2, "equal": 0.8}
-    # All that a trial reports, made here: a worker need not import this module.
-    reports: dict[str, list[dict]] = {}
-    for key, right in accuracy.items():
-        parts = [Slice(i, SLICES[i], outcomes(i, right), SIZES) for i in range(3)]
-        sent = [stage_message(key, "pruning"), *(stage_message(key, slice=part) for part in parts)]
-        reports[key] = [to_result(one) for one in sent]
-        reports[key][-1]["done"] = True
-
-    class Stub(tune.Trainable):
-        def setup(self, config):
-            self.coming = iter(reports[config["key"]])
-
-        def step(self):
-            return next(self.coming)
-
-        def reset_config(self, new_config):
-            self.setup(new_config)
-            return True
-
-    rule = RaceRule(specs_of(*accuracy))
-    results = tune.Tuner(
-        tune.with_resources(Stub, {"cpu": 1.5}),
-        param_space={"key": tune.grid_search(list(accuracy))},
-        tune_config=tune.TuneConfig(scheduler=RuleScheduler(rule), reuse_actors=True),
-        run_config=quiet_run(tmp_path),
-    ).fit()
-    assert not results.errors
-    steps = {result.config["key"]: result.metrics["training_iteration"] for result in results}
-    assert steps == {"good": 4, "bad": 2, "equal": 4}
-    assert set(rule.reasons) == {"bad"}
-
-
-@pytest.mark.slow
-def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(two_cpus, tmp_path):
+def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(two_cpus, tmp_path: Path) -> None:
     """Ray's own FIFO runs all of them on the first actor, and kills every other one while it starts."""
     both = tmp_path / "both"
 
     class WhenBothWork(tune.Stopper):  # how long the second one takes, the load of the machine decides
-        def __call__(self, trial_id, result):
+        def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
             return False
 
-        def stop_all(self):
+        def stop_all(self) -> bool:
             return both.exists()
 
     class Short(tune.Trainable):
@@ -291,6 +311,11 @@ def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(two_cpus, t
             max_concurrent_trials=2,
             reuse_actors=True,
         ),
-        run_config=quiet_run(tmp_path, stop=WhenBothWork()),
+        run_config=tune.RunConfig(
+            storage_path=str(tmp_path),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            verbose=0,
+            stop=WhenBothWork(),
+        ),
     ).fit()
     assert both.exists()

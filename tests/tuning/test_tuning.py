@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,13 +19,13 @@ import ray
 from ray._private.state import actors
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.searches import Started, start
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
-from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.ray_cluster import cluster, nodes
 from tune_prune.tuning.resources import TrialResources
@@ -74,25 +73,25 @@ def experiment(two_cpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def second_start(experiment) -> tuple[list[TrialRecord], SearchResult]:
+def second_start(experiment) -> tuple[list[TrialRecord], Started]:
     """What the killed driver and a start without Ray had recorded, and the result of the same search started again."""
-    jobs = story_jobs(experiment / "artifacts")
-    alone = run_search(jobs[-1:], TuneOptions(experiment, inline=True))
+    jobs = story_jobs(experiment.parent / "artifacts")
+    alone = start(jobs[-1:], experiment, inline=True)
     assert alone.ran == [jobs[-1].key]
     before = Ledger(FolderStore(experiment)).records()
-    return before, run_search(jobs, TuneOptions(experiment))
+    return before, start(jobs, experiment)
 
 
 @pytest.fixture(scope="module")
-def without_ray(tmp_path_factory) -> tuple[Path, SearchResult]:
+def without_ray(tmp_path_factory) -> tuple[Path, Started]:
     """The same search in this process alone, with nothing computed before."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, run_search(story_jobs(folder / "artifacts"), TuneOptions(folder, inline=True))
+    return folder / "search", start(story_jobs(folder / "artifacts"), folder / "search", inline=True)
 
 
 def test_after_a_kill_exactly_the_rest_is_run(experiment, second_start):
     before, result = second_start
-    jobs = story_jobs(experiment / "artifacts")
+    jobs = story_jobs(experiment.parent / "artifacts")
     finished = {record.key for record in before if record.status == "complete"}
     assert KILL_AFTER < len(before) < len(jobs)
     assert sorted(result.ran) == sorted(spec.key for spec in jobs if spec.key not in finished)
@@ -136,7 +135,7 @@ def test_a_failing_trial_is_a_failed_record_with_its_reason(second_start):
 
 def test_tensorboard_has_a_curve_and_an_hparams_row_per_trial(experiment, second_start):
     _, result = second_start
-    jobs = story_jobs(experiment / "artifacts")
+    jobs = story_jobs(experiment.parent / "artifacts")
     # Runs of a model that is pruned at several ratios could not be told apart otherwise
     labels = {spec.key: f"tiny-llama@{spec.config.pruning_ratio:g}" for spec in jobs if spec.run.label == "tiny-llama"}
     folders = {
@@ -164,9 +163,9 @@ def test_tensorboard_has_a_curve_and_an_hparams_row_per_trial(experiment, second
 def test_a_failed_trial_is_run_again(experiment, second_start):
     """A third start, without Ray, runs what had failed."""
     _, result = second_start
-    jobs = story_jobs(experiment / "artifacts")
+    jobs = story_jobs(experiment.parent / "artifacts")
     (impossible,) = [spec for spec in jobs if spec.config.pruning_ratio == IMPOSSIBLE_RATIO]
-    third = run_search(jobs, TuneOptions(experiment, inline=True))
+    third = start(jobs, experiment, inline=True)
     assert third.ran == [impossible.key] and third.records[impossible.key].status == "failed"
     (one,) = {result.records[key].search_id for key in result.ran}  # one for each start
     assert third.records[impossible.key].search_id not in ("", one)
@@ -178,8 +177,8 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two
     """One trial at a time (two of 1.5 CPUs do not fit), so that the order, and therefore who is stopped, is the seed's."""
     configs = [PruningConfig(m, 16, n, 0.4) for n in (4, 8) for m in ("taylor", "wanda_sp", "random")]
     jobs = specs_of("tiny-llama", configs, tmp_path / "artifacts")
-    options = TuneOptions(tmp_path, search="optuna", num_trials=5, seed=0, scheduler="asha", resources=ONE_AT_A_TIME)
-    result = run_search(jobs, options)
+    options = {"search": "optuna", "num_trials": 5, "scheduler": "asha", "resources": ONE_AT_A_TIME}
+    result = start(jobs, tmp_path / "search", **options)
     assert len(set(result.ran)) == 5
     stopped = [record for record in result.records.values() if record.status == "stopped_early"]
     complete = [record for record in result.records.values() if record.status == "complete"]
@@ -190,9 +189,8 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two
         assert record.stages[-1].items_scored == 10
         assert "10 of 20" in record.reason
         assert record.metrics["acc_mean"] < max(other.metrics["acc_mean"] for other in complete)
-    assert Ledger(FolderStore(tmp_path)).records() == sorted(result.records.values(), key=lambda record: record.key)
-    assert run_search(jobs, options).ran == []
-    alone = run_search(jobs, replace(options, experiment_dir=tmp_path / "alone", inline=True))
+    assert start(jobs, tmp_path / "search", **options).ran == []
+    alone = start(jobs, tmp_path / "alone", inline=True, **options)
     assert alone.ran == result.ran
     for key, record in alone.records.items():
         assert (record.status, record.reason) == (result.records[key].status, result.records[key].reason)
@@ -232,8 +230,7 @@ class KillsGradients(Observer):
 def test_after_the_death_of_a_worker_its_work_takes_as_little_memory_as_it_can(two_cpus, without_ray, tmp_path):
     jobs = story_jobs(tmp_path / "scratch")[:2]
     kills = KillsTheFirst()
-    options = TuneOptions(tmp_path / "search", tmp_path / "artifacts", resources=ONE_AT_A_TIME, observers=[kills])
-    result = run_search(jobs, options)
+    result = start(jobs, tmp_path / "search", [kills], resources=ONE_AT_A_TIME)
     assert kills.killed.keys() == {PrepareJob, TrialSpec} and result.count("complete") == 2
     note = "a worker died with the model resident, so it is streamed"
     assert note in result.records[kills.killed[TrialSpec].key].notes
@@ -247,9 +244,9 @@ def test_a_job_whose_workers_die_costs_the_trials_that_need_it(two_cpus, tmp_pat
     configs = [PruningConfig("taylor", 16, 8), PruningConfig("taylor", 16, 16), PruningConfig("random", 16, 8)]
     jobs = specs_of("tiny-llama", configs, tmp_path / "artifacts")
     other = specs_of("tiny-llama", [PruningConfig("random", 16, 8, 0.4)], tmp_path / "artifacts")
-    run_search(other, TuneOptions(tmp_path, inline=True))  # the baseline is there
+    start(other, tmp_path / "search", inline=True)  # the baseline is there
     kills = KillsGradients(jobs[0])
-    result = run_search(jobs, TuneOptions(tmp_path, resources=ONE_AT_A_TIME, observers=[kills]))
+    result = start(jobs, tmp_path / "search", [kills], resources=ONE_AT_A_TIME)
     died, not_run, alive = (result.records[spec.key] for spec in jobs)
     assert [record.failure for record in (died, not_run, alive)] == ["lost_worker", "lost_worker", ""]
     assert alive.status == "complete"
@@ -257,22 +254,20 @@ def test_a_job_whose_workers_die_costs_the_trials_that_need_it(two_cpus, tmp_pat
     assert kills.started.count(jobs[0]) == 2 and kills.started.count(jobs[1]) == 1  # by its record alone
     told = capfd.readouterr().out
     assert told.count("given up (") == 1 and "[3/3] running 0, failed 2" in told
-    again = run_search(jobs, TuneOptions(tmp_path, inline=True))
+    again = start(jobs, tmp_path / "search", inline=True)
     assert again.ran == [jobs[0].key, jobs[1].key] and again.count("complete") == 3
 
 
 def test_what_cannot_work_is_a_user_error_before_any_trial(two_cpus, tmp_path):
     with pytest.raises(UserError, match="99 CPUs"):
-        run_search(story_jobs(tmp_path), TuneOptions(tmp_path, resources=TrialResources(99, 0)))
-    with pytest.raises(UserError, match="absolute"):
-        run_search([], TuneOptions(Path("relative")))
-    assert not (tmp_path / "ledger").exists()
+        start(story_jobs(tmp_path), tmp_path / "search", resources=TrialResources(99, 0))
+    assert not (tmp_path / "search" / "ledger").exists()
 
 
 def test_a_failure_of_the_preparation_keeps_its_own_words(two_cpus, tmp_path):
     jobs = specs_of("tiny-llama", [PruningConfig("taylor", 16, 1_000_000)], tmp_path)
     with pytest.raises(UserError) as error:
-        run_search(jobs, TuneOptions(tmp_path))
+        start(jobs, tmp_path / "search")
     assert "1000000" in str(error.value).replace(",", "").replace("_", "")
 
 
@@ -318,7 +313,5 @@ def test_a_dead_or_odd_address_is_a_user_error_at_once(monkeypatch, address, wor
 
 
 if __name__ == "__main__":  # one trial at a time, so that some are left when it is killed
-    run_search(
-        story_jobs(Path(sys.argv[1]) / "artifacts"),
-        TuneOptions(Path(sys.argv[1]), address=sys.argv[2], resources=ONE_AT_A_TIME),
-    )
+    folder = Path(sys.argv[1])
+    start(story_jobs(folder.parent / "artifacts"), folder, address=sys.argv[2], resources=ONE_AT_A_TIME)

@@ -35,7 +35,6 @@ from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
 from tune_prune.tuning.cost import REACHED
 from tune_prune.tuning.memory import MemoryPlan
 from tune_prune.tuning.plan import ModelPlan, Plan
-from tune_prune.tuning.rounds import expected, is_withheld
 
 WIDTH, _NAMES = 120, 13  # columns of a line, and of the name before it
 NAMED_TESTS = 3  # so many benchmarks have their names in the line of the tests
@@ -80,12 +79,12 @@ def trials(plan: Plan) -> int:
     """Return how many trials the search comes to, at most."""
     if plan.settings.recover is None:
         return plan.trials_per_model * len(plan.models)
-    return sum(len(expected(plan, (config for config, _ in model.trials))) for model in plan.models)
+    return sum(len(plan.expected(model.configs)) for model in plan.models)
 
 
 def ways(plan: Plan) -> int:
     """Count the configurations that are compared of each model at each pruning ratio, whatever sample text they are given."""
-    searched = (config for config, _ in plan.models[0].trials if not is_withheld(plan, config))
+    searched = (config for config in plan.models[0].configs if not plan.is_withheld(config))
     return len({replace(config, seed=None, pruning_ratio=PruningConfig.pruning_ratio) for config in searched})
 
 
@@ -165,7 +164,7 @@ def _row(model: ModelPlan, ratios: Sequence[float]) -> tuple[str, ...]:
 
 
 def _sample_text(plan: Plan) -> str:
-    run, configs = plan.models[0].run, [config for config, _ in plan.models[0].trials]
+    run, configs = plan.models[0].run, list(plan.models[0].configs)
     recipes = any(config.compensation != "none" or config.recovery != "none" for config in configs)
     if not recipes and not any(load_method(method).statistics for method in plan.space.values["method"]):
         return "none: what is searched reads no data"
@@ -336,7 +335,7 @@ def _search(plan: Plan) -> str:
         goal = "" if plan.objective == "accuracy" else f", by {plan.objective}"
         count = f"{space.num_trials} of {max(plan.group_sizes)} configurations {each}{goal}"
         return f"optuna (TPE) on {space.name}: {count}, {total}"
-    points = sum(not is_withheld(plan, config) for config, _ in plan.models[0].trials)
+    points = sum(not plan.is_withheld(config) for config in plan.models[0].configs)
     # What a training reads, of which --recover tries the best of the others only, is no factor of these
     factors = [row for row in _searched(plan) if plan.settings.recover is None or row.switch != "recovery"]
     lists = [f"{len(space.values[row.name])} {'methods' if row.name == 'method' else row.name}" for row in factors]
@@ -348,7 +347,7 @@ def _search(plan: Plan) -> str:
 def _calibration(plan: Plan) -> list[str]:
     """The texts, and how often samples are drawn from each."""
     run, kind = plan.models[0].run, HYPERPARAMETERS["calibration"].kind
-    texts = list(dict.fromkeys(run.of(config).calibration for config, _ in plan.models[0].trials))
+    texts = list(dict.fromkeys(run.of(config).calibration for config in plan.models[0].configs))
     shown = []
     for text in texts:
         parts = texts_of(text)

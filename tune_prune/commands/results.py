@@ -1,46 +1,31 @@
-"""A search from its plan to its results: the trials that the ledger lacks are run, every view is written again."""
+"""The results of a search as an object, for notebooks and for what a command prints."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.cost import totals, write_cost
-from tune_prune.analysis.export import write_views
-from tune_prune.analysis.input.reading import read_study, study_of_search
-from tune_prune.analysis.input.study import Study
+from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
-from tune_prune.analysis.statistics.rules import score
+from tune_prune.analysis.statistics.rules import best_rule
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.analysis.verdict import verdicts
 from tune_prune.commands.analysis import check_output, why_nothing, write_analysis
 from tune_prune.commands.opened import Model, PrunedModel
-from tune_prune.core import artifact_cache, temporary
 from tune_prune.core.config import TrustingRun
-from tune_prune.core.errors import UserError, refused
-from tune_prune.core.files import remove_unfinished
+from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.ledger import Ledger, read_baselines, read_passes
-from tune_prune.core.records import TrialRecord, failure_counts, may_pass
-from tune_prune.core.store import COST, STATUS, Location, Store, open_store
-from tune_prune.core.terminal import say
-from tune_prune.tuning import experiment, rounds
+from tune_prune.core.store import Location
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.plan import Plan
 from tune_prune.tuning.ray_cluster.local import LocalRay
-from tune_prune.tuning.rounds import Draws
 
 if TYPE_CHECKING:
-    from tune_prune.tuning.driver import TrialSpec, TuneOptions
+    pass
 
 
 class Results:
@@ -120,17 +105,12 @@ class Results:
 
 
 def load(folder: Location) -> Results:
-    """Of an experiment, or of a folder of results files. Raises UserError."""
+    """Return the results of an experiment, or of a folder of results files. Raises UserError."""
     study = read_study([folder], [])
     objectives = {(about.get("settings") or {}).get("objective", "accuracy") for about in study.experiments.values()}
-    rule = _rule(study, objectives.pop()) if len(objectives) == 1 else "accuracy"
+    objective = objectives.pop() if len(objectives) == 1 else "accuracy"
+    rule = best_rule([model.rows for model in study.models.values()], objective)
     return Results(folder, find(study, rule), next(iter(study.costs.values()), {}))
-
-
-def _rule(study: Study, objective: str) -> str:
-    """By which the best is chosen: the objective, or accuracy where a model has no trial of which that is known."""
-    rows = [model.rows[model.rows["success"]] for model in study.models.values()]
-    return objective if all(np.isfinite(score(own, objective)).any() for own in rows if len(own)) else "accuracy"
 
 
 def run(
@@ -140,142 +120,11 @@ def run(
     local_ray: LocalRay | None = None,
     observers: Sequence[Observer] = (),
 ) -> Results:
-    """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start,
-    `observers` follow the trials. A view that cannot be written is a warning. `at_end` is called while no other search can change
-    them. Raises UserError (also where another search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or
-    what stopped the preparation."""
-    store = open_store(plan.experiment_dir)
-    with store.lock():
-        results = _run(plan, store, command, local_ray, observers)
+    """Run a plan to its end (`tune_prune.tuning.run`); `at_end` gets its results while no other search can change them."""
+    from tune_prune.tuning import run as of_search  # imports optuna
+
+    def ended(findings: Findings, cost: Mapping[str, Any]) -> None:
         if at_end is not None:
-            at_end(results)
-    return results
+            at_end(Results(plan.experiment_dir, findings, cost))
 
-
-def _run(
-    plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
-) -> Results:
-    from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
-    from tune_prune.tuning.observers import status
-
-    started = time.monotonic()
-    settings, folder = plan.settings, plan.experiment_dir
-    ledger = Ledger(store)
-    temporary.sweep()
-    if isinstance(folder, Path):
-        # Workers of a killed search end within half a minute, and who looks at results may write a report: a file takes no minute.
-        remove_unfinished(folder, older_s=60.0)
-        remove_unfinished(folder.parent / artifact_cache.FOLDER, older_s=86_400.0)  # other searches write there
-    recorded, baselines = ledger.records(), read_baselines(store)
-    before = totals(recorded, baselines, read_passes(store), ledger.attempts([*recorded, *baselines.values()]))
-    about = experiment.write(store, plan, list(command))
-    for model in plan.models:
-        if model.workload.keep_suite is not None:
-            model.workload.keep_suite()
-    jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
-    options = TuneOptions(
-        experiment_dir=folder,
-        artifact_dir=folder.parent / artifact_cache.FOLDER,
-        search="optuna" if plan.space.search == "optuna" else "grid",
-        num_trials=plan.space.num_trials,
-        seed=settings.seed,
-        objective=settings.objective,
-        scheduler=settings.scheduler,
-        kl_filter=settings.kl_filter,
-        inline=settings.inline,
-        address=settings.address,
-        local_ray=local_ray,
-        resources=plan.resources,
-        ways={model.run.label: model.memory.way for model in plan.models},
-        gpu_ways=plan.gpu_ways,
-        gpu_free=plan.gpu_free,
-        trial_timeout_s=settings.trial_timeout_s,
-        cost=plan.cost,
-        observers=observers,
-    )
-    if settings.draws is None and settings.recover is None:
-        run_search(jobs, options)
-    else:
-        try:
-            _run_by_decisions(plan, store, jobs, options, about)
-        except BaseException:  # between two rounds nobody else says so
-            with _warned(store, STATUS):
-                status.ended(store, "stopped")
-            raise
-    with _warned(store, STATUS):
-        status.ended(store)
-    records, baselines = ledger.records(), read_baselines(store)
-    cost = {}
-    with _warned(store, COST):
-        cost = write_cost(
-            store,
-            records,
-            baselines,
-            read_passes(store),
-            plan.cost.to_dict() if plan.cost is not None else None,
-            before,
-            time.monotonic() - started,
-            ledger.attempts([*records, *baselines.values()]),
-        )
-    measured = study_of_search(folder, about, baselines, records, cost)
-    findings = find(measured, _rule(measured, settings.objective))
-    write_views(store, records, findings, lambda name: _warned(store, name))
-    return Results(folder, findings, cost)
-
-
-@contextmanager
-def _warned(store: Store, name: str) -> Iterator[None]:
-    """Within it the view `name` is written. What a file system or a storage refuses is a warning: the other views are written,
-    and the same command writes all of them anew. Anything else is raised."""
-    try:
-        yield
-    except (OSError, UserError) as error:
-        reason = str(error)  # a sentence
-        if isinstance(error, OSError):
-            said = refused(error)
-            reason = said[0] if said else f"{store.path(name)} cannot be written ({error}); run the same command again"
-        say(f"warning: {name}: not written: {reason}", sys.stderr)
-
-
-def _run_by_decisions(
-    plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, about: dict[str, Any]
-) -> None:
-    """What no decision is made for, then draw by draw those that may still be the best (`tuning.rounds`), then with training the
-    best of them (`tuning.rounds`). What has failed for a reason that may pass is tried once more before a decision, and left
-    out if it fails again. Only the first trials may be stopped early: a mean over draws needs all of them."""
-    from tune_prune.tuning.driver import connected, run_search
-
-    def study(records: Sequence[TrialRecord]) -> Study:
-        return study_of_search(plan.experiment_dir, about, read_baselines(store), records)
-
-    def tell(name: str, decisions: Sequence[object]) -> None:
-        for one in decisions:
-            say(f"{name:<12} {one}")
-
-    ledger = Ledger(store)
-    failed_before = {record.key for record in ledger.records() if record.status == "failed"}
-    draws, before = Draws(plan, study), set[str]()
-    options = replace(options, goes_on=True)
-    with connected(options):  # one Ray for all rounds, each of which would start its own
-        while draws.given > before:
-            run_search(jobs, replace(options, only=frozenset(draws.given - before)))
-            records = [record for record in ledger.records() if record.key in draws.given]
-            if again := {one.key: one.failure for one in records if may_pass(one) and one.key not in failed_before}:
-                say(f"again        {failure_counts(again.values())}: tried once more before anything is decided")
-                failed_before |= again.keys()
-                finished = {
-                    record.key for record in records if record.status != "failed"
-                }  # what a race judges it beside
-                run_search(jobs, replace(options, only=frozenset(finished | again.keys())))
-            options = replace(options, scheduler="none", kl_filter=False)
-            before, told = set(draws.given), len(draws.rounds)
-            measured = [record for record in ledger.records() if record.key in draws.given]
-            if plan.settings.draws is not None:
-                draws.decide(measured)
-                experiment.write_given(store, plan, about, draws.given, draws=draws.rounds)
-                tell("draws", draws.rounds[told:])
-        if plan.settings.recover is not None:
-            trained, keys = rounds.choose(plan, find(study(measured)), draws.given)
-            experiment.write_given(store, plan, about, draws.given | keys, recovered=trained)
-            tell("recovery", trained)
-            run_search(jobs, replace(options, only=frozenset(keys)))
+    return Results(plan.experiment_dir, *of_search.run(plan, command, ended, local_ray, observers))

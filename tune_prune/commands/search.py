@@ -130,7 +130,7 @@ def _run(
     ):
         results = run(plan, command, at_end, local_ray, [log, *trackers(args.track or (), plan.experiment_dir.name)])
     folder = shown_path(plan.experiment_dir)
-    planned = {key for model in plan.models for _, key in model.trials}
+    planned = {spec.key for model in plan.models for spec in model.trials}
     trials = results.trials
     planned &= set(trials["key"])  # those that were run: an adaptive search, --draws and --recover leave some out
     failed = trials[trials["key"].isin(planned) & (trials["status"] == "failed")]

@@ -92,16 +92,22 @@ class Ledger:
         failed = self._read(_failed(key))  # first, as it is removed when the finished one is there
         return self._read(_name(key)) or failed
 
-    def records(self) -> list[TrialRecord]:
-        """Return all records of trials that have ended, by key. Raises DamagedFile."""
-        return _undamaged(self.readable())
+    def records(self, finished: Mapping[str, TrialRecord] | None = None) -> list[TrialRecord]:
+        """Return all records of trials that have ended, by key; those that are known to be `finished` as they are known. Raises
+        DamagedFile."""
+        return _undamaged(self.readable(finished))
 
-    def readable(self) -> tuple[list[TrialRecord], list[DamagedFile]]:
+    def readable(
+        self, finished: Mapping[str, TrialRecord] | None = None
+    ) -> tuple[list[TrialRecord], list[DamagedFile]]:
         """Return the records that can be read, by key, and what is wrong with the others. One request each, many at a time."""
+        known = finished or {}
         names = {PurePosixPath(name).name for name in self._store.names(LEDGER) if name.endswith(".json")}
         keys = sorted({name.removesuffix(".json").removesuffix(".failed") for name in names})
 
         def read(key: str) -> TrialRecord | None:
+            if key in known and f"{key}.json" in names:
+                return known[key]
             # A failed one may have been finished since they were listed.
             return self.read(key) if f"{key}.failed.json" in names else self._read(_name(key))
 
@@ -148,10 +154,21 @@ class Experiment:
     @classmethod
     def read(cls, store: Store) -> Experiment:
         """Read the experiment in `store`; of an empty folder nothing. Raises DamagedFile."""
-        ledger, baselines = Ledger(store), read_baselines(store)
-        records = ledger.records()
+        return cls(store).refreshed()
+
+    def refreshed(self) -> Experiment:
+        """Read what may have changed since, and so no finished record, which never does. Raises DamagedFile."""
+        ledger, baselines = Ledger(self.store), read_baselines(self.store)
+        records = ledger.records(self.finished)
         killed = ledger.attempts([*records, *baselines.values()])
-        return cls(store, read_about(store), baselines, records, read_passes(store), killed)
+        return replace(
+            self,
+            about=read_about(self.store),
+            baselines=baselines,
+            records=records,
+            passes=read_passes(self.store),
+            killed=killed,
+        )
 
     @property
     def empty(self) -> bool:

@@ -1,258 +1,154 @@
-"""The driver: from a list of trial specs to a filled ledger, on Ray or in this process.
-
-The ledger is the only state: a start runs what it does not hold, whichever way the trials before were run. Failed trials
-are run again.
-"""
+"""Runs a batch of trials, with the baselines and passes that they need, on the workers of Ray Tune or in this process."""
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
-from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun
-from tune_prune.core.errors import UserError
-from tune_prune.core.hashing import seed_for
-from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
+from tune_prune.core.ledger import Experiment, write_baselines
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, Location, open_store
+from tune_prune.core.store import TENSORBOARD
 from tune_prune.core.terminal import say
 from tune_prune.models import catalog, loading
-from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline
-from tune_prune.tuning.cost import CostEstimate
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
-from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, PrepareObserver, RecordsObserver
+from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, PrepareObserver
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
+from tune_prune.tuning.plan import Plan
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue, prepare_jobs
 from tune_prune.tuning.ray_cluster.local import LocalRay
-from tune_prune.tuning.resources import TrialResources, trial_slots
+from tune_prune.tuning.resources import trial_slots
+from tune_prune.tuning.rounds import Batch
 from tune_prune.tuning.sampler import OptunaSearcher
-from tune_prune.tuning.stopping import (
-    ACCURACY,
-    GOLD_LOGPROB,
-    AshaRule,
-    ItemValues,
-    KlFilterRule,
-    Measure,
-    RaceRule,
-    StoppingRule,
-    read_outcomes,
-)
+from tune_prune.tuning.stopping import RACES, in_random_order, rule_of
 from tune_prune.tuning.work import TrialSpec, labels_of_groups
 from tune_prune.tuning.worker import WorkerSettings
 
-RACES: dict[str, Measure] = {"race": ACCURACY, "race-gold": GOLD_LOGPROB}  # schedulers that race, and by what
 
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """How a search runs; nothing here changes what a trial measures."""
-
-    experiment_dir: Location  # absolute; on a cluster a bucket, or a folder that every node mounts
-    artifact_dir: Location | None = None  # likewise; shared by experiments; None: in experiment_dir
-    search: Literal["grid", "optuna"] = "grid"
-    num_trials: int | None = (
-        None  # per model, pruning ratio and recovery, for optuna, counting those in the ledger; None: the whole space
-    )
-    seed: int = 0  # of the sampler
-    objective: str = "accuracy"  # what it looks for: one of core.measures.MEASURES
-    only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all
-    goes_on: bool = False  # with other jobs after these: the search has not ended with them
-    scheduler: Literal["none", "asha", "race", "race-gold"] = "none"
-    kl_filter: bool = False  # besides the scheduler: trials whose KL is far above that of earlier ones end after it
-    inline: bool = False  # one trial after the other in this process, without Ray
-    address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
-    num_cpus: int | None = None  # of the local Ray; None: all
-    local_ray: LocalRay | None = None  # one that has begun to start; None: it does when it is needed
-    resources: TrialResources = field(default_factory=TrialResources)  # of one trial
-    ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
-    gpu_ways: Mapping[str, Mapping[str, Residency]] = field(default_factory=dict)  # the same by kind of GPU
-    gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, where trials share one
-    trial_timeout_s: float | None = None
-    cost: CostEstimate | None = None  # for the time left; None: it is not shown
-    observers: Sequence[Observer] = ()  # besides those that every search has
-
-
-@dataclass
-class SearchResult:
-    """What a start found, ran and left behind."""
-
-    records: dict[str, TrialRecord]  # every record of the jobs, by key, old and new
-    ran: list[str]  # keys that this start ran
-    baselines: dict[str, TrialRecord]  # dense models by label
-
-    def count(self, status: str) -> int:
-        return sum(record.status == status for record in self.records.values())
-
-
-def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
-    """Run every job (grid) or a sample of them (optuna) that the ledger of `options.experiment_dir` does not hold.
-
-    A failed trial is a failed record, not an exception. Raises UserError for what cannot work before anything starts, or
-    for a model whose preparation fails; RuntimeError for any other failure of the preparation; MachineError for what lets no
-    trial go on, such as a full disk; KeyboardInterrupt as it comes; each with the ledger whole.
-    """
-    specs = {spec.key: spec for spec in jobs if options.only is None or spec.key in options.only}
-    folder = options.experiment_dir
-    if isinstance(folder, Path):
-        if not folder.is_absolute():
-            raise UserError(f"the experiment folder is {str(folder)!r}; workers need an absolute path")
-        folder.mkdir(parents=True, exist_ok=True)
-    store = open_store(folder)
-    ledger = Ledger(store)
-    recorded = [record for record in ledger.records() if record.key in specs]
-    searcher, pending = _pending(list(specs.values()), recorded, options)
-    baselines = read_baselines(store)
-    runs = list(dict.fromkeys(spec.run for spec in specs.values()))
-    missing = [run for run in runs if run.label not in baselines]
-    if not pending and not missing:
-        return SearchResult({record.key: record for record in recorded}, [], baselines)
+def run_batch(
+    plan: Plan,
+    batch: Batch,
+    held: Experiment,
+    machines: ExitStack,
+    local_ray: LocalRay | None = None,
+    observers: Sequence[Observer] = (),
+) -> None:
+    """Run what the experiment has not `held` so far of a batch: baselines, passes and trials, on the `machines` of the plan."""
+    trials = {spec.key: spec for spec in batch.trials}
+    runs = list(dict.fromkeys(spec.run for spec in batch.trials))
+    recorded = [record for record in held.records if record.key in trials]
+    finished = [record for record in recorded if record.status != "failed"]
+    pending, sampler = _pending(plan, batch, recorded)
+    unmeasured = [run for run in runs if run.label not in held.baselines]
+    if not pending and not unmeasured:
+        return
+    for model in plan.models:
+        if model.workload.keep_suite is not None:
+            model.workload.keep_suite()
     for run in runs:  # in no worker, where it would be a trial's time
         loading.fetch_weights(catalog.resolve(run.model, run.revision))
+    slots = _join(plan, runs, machines, local_ray)
+    # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
+    jobs = prepare_jobs(pending if sampler is None else [], unmeasured)
+    count = sampler.remaining if sampler is not None else len(pending)
+    settings = WorkerSettings(
+        plan.experiment_dir,
+        plan.artifact_dir,
+        plan.resources,
+        {model.run.label: model.memory.way for model in plan.models},
+        plan.settings.trial_timeout_s,
+        gpu_ways=plan.gpu_ways,
+        gpu_free=plan.gpu_free,
+    )
+    rule = rule_of(plan.settings, trials, finished, plan.experiment_dir, batch.may_stop)
+    queue = WorkQueue(jobs, pending, sampler)
 
-    with _slots(options, runs) as slots:
-        artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
-        settings = WorkerSettings(
-            folder,
-            artifact_dir,
-            options.resources,
-            options.ways,
-            options.trial_timeout_s,
-            gpu_ways=options.gpu_ways,
-            gpu_free=options.gpu_free,
-        )
+    used = min(slots, max(1, len(jobs) + count))  # as in the plan
+    line = LiveLine(trials, len(finished) + count, finished, cost=plan.cost, jobs=jobs, slots=used)
+    told = StatusObserver(settings, len(finished) + count, len(finished), used, line.seconds_left)
+    lost, preparations = LostWork(settings), PrepareObserver(_keeper(held, settings))
+    curves = TensorBoardObserver(plan.experiment_dir / TENSORBOARD, labels_of_groups(plan.trials))
 
-        finished = [record for record in recorded if record.status != "failed"]
-        count = searcher.remaining if searcher is not None else len(pending)
-        # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
-        prepared = prepare_jobs(pending if searcher is None else [], missing)
-        total = len(finished) + count
-        used = min(slots, max(1, len(prepared) + count))  # as in the plan
-        line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=used)
-        status = StatusObserver(settings, total, len(finished), used, line.seconds_left, goes_on=options.goes_on)
+    def warn(text: str) -> None:
+        line.end()
+        say(f"warning: {text}", sys.stderr)
 
-        def warn(text: str) -> None:
-            line.end()
-            say(f"warning: {text}", sys.stderr)
+    followers = Observers(
+        keepers=[lost, preparations, FailuresObserver(rule.forget)],
+        views=[curves, PrepareLines(len(jobs), line.say), line, told, *observers],
+        warn=warn,
+    )
+    try:
+        with _noted(lost, warn), told:
+            if plan.settings.inline:
+                inline.run(queue, trials, rule, settings, followers)
+            else:
+                from tune_prune.tuning.ray_cluster import tuner  # imports ray
 
-        def keep(run: ModelRun, baseline: TrialRecord) -> None:
-            baselines[run.label] = baseline
-            write_baselines(store, baselines)
-            settings.ledger.forget(baseline)
-
-        rule = _rule(options, specs, finished)
-        if options.scheduler in RACES or options.kl_filter:
-            left = {spec.key for spec in pending}
-            # Of all: what an earlier start has left goes on in the order that it had
-            pending = [spec for spec in _shuffled(list(specs.values()), options.seed) if spec.key in left]
-        queue = WorkQueue(prepared, pending, searcher)
-        records, preparations, lost = RecordsObserver(), PrepareObserver(keep), LostWork(settings)
-        tensorboard = TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs))
-        views = [tensorboard, PrepareLines(len(prepared), line.say), line, status, *options.observers]
-        observers = Observers([records, lost, preparations, FailuresObserver(rule.forget)], views, warn)
-        try:
-            with status:
-                if options.inline:
-                    inline.run(queue, specs, rule, settings, observers)
-                else:
-                    from tune_prune.tuning.ray_cluster import tuner  # imports ray
-
-                    tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
-        except BaseException:  # which is what is told, whatever can be noted
-            try:
-                lost.note_all()
-            except Exception as error:  # noqa: BLE001  # said
-                warn(f"cost.json leaves out the work of interrupted attempts: {error}")
-            raise
-        finally:
-            line.end()
-        lost.note_all()
-        if preparations.failure is not None:
-            raise preparations.failure
-    return SearchResult({record.key: record for record in recorded} | records.records, list(records.records), baselines)
-
-
-@contextmanager
-def _slots(options: TuneOptions, runs: Sequence[ModelRun]) -> Iterator[int]:
-    """How many trials run at once, on the Ray that is started or joined for them or in this process."""
-    if options.inline:
-        yield 1
-        return
-    from tune_prune.tuning.ray_cluster import nodes  # imports ray
-
-    with connected(options):
-        slots = trial_slots(options.resources, [node.resources for node in nodes.alive()])
-        if options.address is not None:
-            nodes.fetch_weights(runs, options.resources)
-        yield slots
-
-
-@contextmanager
-def connected(options: TuneOptions) -> Iterator[None]:
-    """The Ray of these options, if they want one; within it every `run_search` works with that one and leaves it up."""
-    if options.inline:
-        yield
-        return
-    from tune_prune.tuning.ray_cluster import cluster  # imports ray
-
-    with cluster.connected(options.address, options.num_cpus, options.local_ray):
-        yield
+                tuner.run(queue, jobs, trials, rule, settings, followers, len(jobs) + count, slots)
+    finally:
+        line.end()
+    if preparations.failure is not None:
+        raise preparations.failure
 
 
 def _pending(
-    specs: list[TrialSpec], recorded: list[TrialRecord], options: TuneOptions
-) -> tuple[OptunaSearcher | None, list[TrialSpec]]:
-    """The adaptive searcher, if one is asked for, and the specs that may still run (none when it has nothing to ask)."""
+    plan: Plan, batch: Batch, recorded: Sequence[TrialRecord]
+) -> tuple[list[TrialSpec], OptunaSearcher | None]:
+    """Return which trials may still run, in their order, and who chooses among them, if the search is adaptive."""
     finished = {record.key for record in recorded if record.status != "failed"}
-    pending = [spec for spec in specs if spec.key not in finished]
-    if options.search == "grid":
-        return None, pending
-    num_trials = options.num_trials or len(specs)
-    searcher = OptunaSearcher(specs, num_trials, options.seed, recorded, options.objective)
-    return searcher, pending if searcher.remaining else []
+    specs, settings = list(batch.trials), plan.settings
+    if plan.space.search == "optuna":
+        number = plan.space.num_trials or len(specs)
+        sampler = OptunaSearcher(specs, number, settings.seed, recorded, settings.objective)
+        return [spec for spec in specs if spec.key not in finished] if sampler.remaining else [], sampler
+    if batch.may_stop and (settings.kl_filter or settings.scheduler in RACES):
+        # All are shuffled: what an earlier start has left goes on in the order that it had.
+        specs = in_random_order(specs, settings.seed)
+    return [spec for spec in specs if spec.key not in finished], None
 
 
-def _rule(options: TuneOptions, specs: dict[str, TrialSpec], finished: list[TrialRecord]) -> StoppingRule:
-    rule = _scheduler(options, specs, finished)
-    return KlFilterRule(specs, finished, rule) if options.kl_filter else rule
+def _join(plan: Plan, runs: Sequence[ModelRun], machines: ExitStack, local_ray: LocalRay | None) -> int:
+    """Have the Ray of a plan among the `machines`, if it wants one, and return how many trials run at once."""
+    if plan.settings.inline:
+        return 1
+    from tune_prune.tuning.ray_cluster import cluster, nodes  # imports ray
+
+    # A Ray that an earlier batch has joined is used again.
+    machines.enter_context(cluster.connected(plan.settings.address, None, local_ray))
+    slots = trial_slots(plan.resources, [node.resources for node in nodes.alive()])
+    if plan.settings.address is not None:
+        nodes.fetch_weights(runs, plan.resources)
+    return slots
 
 
-def _scheduler(options: TuneOptions, specs: dict[str, TrialSpec], finished: list[TrialRecord]) -> StoppingRule:
-    if options.scheduler == "asha":
-        return AshaRule(specs)
-    if options.scheduler in RACES:
-        measure = RACES[options.scheduler]
-        return RaceRule(specs, _known_outcomes(options.experiment_dir, specs, finished, measure), measure=measure)
-    return StoppingRule()
+def _keeper(held: Experiment, settings: WorkerSettings) -> Callable[[ModelRun, TrialRecord], None]:
+    """Return what keeps the record of a dense model beside those that are there."""
+    # Ray pickles what follows a search, and so not all that the experiment holds.
+    baselines, store = dict(held.baselines), held.store
+
+    def keep(run: ModelRun, baseline: TrialRecord) -> None:
+        baselines[run.label] = baseline
+        write_baselines(store, baselines)
+        settings.ledger.forget(baseline)
+
+    return keep
 
 
-def _shuffled(specs: list[TrialSpec], seed: int) -> list[TrialSpec]:
-    """Every model's trials in random order: in the grid's, a race whose best come last would stop few, and the first medians of KL
-    would be of one method."""
-    result = []
-    for run in dict.fromkeys(spec.run for spec in specs):
-        own = [spec for spec in specs if spec.run == run]
-        random.Random(seed_for(seed, f"race order {run.label}")).shuffle(own)
-        result += own
-    return result
-
-
-def _known_outcomes(
-    folder: Location, specs: dict[str, TrialSpec], finished: list[TrialRecord], measure: Measure
-) -> dict[str, list[dict[str, ItemValues]]]:
-    """The items' scores of complete trials, slice by slice: they go on eligible when a race is started again."""
-    found = {}
-    for record in finished:
-        if record.status == "complete":
-            path, num_slices = folder / TRIALS / record.key / ITEMS, len(specs[record.key].run.protocol.slices)
-            found[record.key] = read_outcomes(path, num_slices, measure)
-    return found
+@contextmanager
+def _noted(lost: LostWork, warn: Callable[[str], None]) -> Iterator[None]:
+    """Within it trials run; what attempts that were killed had done is noted at its end, however that comes."""
+    try:
+        yield
+    except BaseException:  # which is what is told, whatever can be noted
+        try:
+            lost.note_all()
+        except Exception as error:  # noqa: BLE001  # said
+            warn(f"cost.json leaves out the work of interrupted attempts: {error}")
+        raise
+    lost.note_all()

@@ -1,50 +1,49 @@
-"""An experiment's folder: where it is, whether it may go on, and experiment.json, which says what it is."""
+"""An experiment's folder: where it is, whether it may go on, and experiment.json, which says what it is.
+
+What the folder holds is read once (`core.ledger.Experiment`) and handed on, from the plan to the last table.
+"""
 
 from __future__ import annotations
 
 import errno
 import importlib.metadata
-import json
 import logging
 import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import MAX_NAME, DamagedFile, to_json
+from tune_prune.core.files import MAX_NAME, DamagedFile
 from tune_prune.core.hashing import library_versions, public
 from tune_prune.core.kinds import texts_of
-from tune_prune.core.ledger import (
-    Experiment,
-    Ledger,
-    read_about,
-    read_baselines,
-    required_about,
-    stranger,
-    write_about,
-)
-from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import BASELINES, EXPERIMENT, Location, Store, open_store
+from tune_prune.core.ledger import Experiment, Ledger, read_about, required_about, stranger, write_about
+from tune_prune.core.store import BASELINES, EXPERIMENT, Location, open_store
 from tune_prune.data.sources import perplexity_text_name
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import parse
-from tune_prune.tuning.plan import ModelPlan, Plan, one_or_list
-from tune_prune.tuning.rounds import Round, Trained, first_given
+from tune_prune.tuning.plan import one_or_list
+
+if TYPE_CHECKING:
+    from tune_prune.tuning.plan import ModelPlan, Plan
 
 log = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
+_OTHER_NAME = "start another experiment with --name"
 
 
 def experiment_dir(storage: Location, name: str | None, default_name: str) -> Location:
-    """Where an experiment is, below `storage`, which is absolute. Raises UserError where it cannot be written; creates nothing."""
+    """Return where an experiment is, below `storage`, which is absolute. Creates nothing.
+
+    Raises UserError where it cannot be written.
+    """
     if name is not None and not (re.fullmatch(r"\w[\w .+-]{0,99}", name) and len(os.fsencode(name)) <= MAX_NAME):
         raise UserError(
             f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _ ({MAX_NAME} bytes), "
@@ -58,7 +57,7 @@ def experiment_dir(storage: Location, name: str | None, default_name: str) -> Lo
 
 
 def check_writable(folder: Location) -> None:
-    """Raise UserError where results cannot be written to `folder`; creates nothing."""
+    """Raise UserError where results cannot be written to `folder`. Creates nothing."""
     try:
         open_store(folder).check_writable()
     except OSError as error:
@@ -70,95 +69,41 @@ def check_writable(folder: Location) -> None:
         ) from error
 
 
-def check_same_identity(
-    store: Store,
-    identities: Mapping[str, Mapping[str, Any]],
-    objective: str | None = None,
-    methods: Iterable[str] = (),
-) -> list[TrialRecord]:
-    """Refuse to add trials of another identity to an experiment that has results, and say what differs; and to go on where a result
-    is damaged or is not of the experiment. Gives the records of its trials.
+def check(
+    held: Experiment, identities: Mapping[str, Mapping[str, Any]], objective: str | None, methods: Iterable[str]
+) -> None:
+    """Raise UserError where a search may not go on with what the experiment has `held` so far.
 
-    `identities` is ModelPlan.identity() by label, `objective` that of Plan; `methods` are those of its trials.
+    It may not where results are of another identity, which is said with the difference, where the code of one of its
+    `methods` is another, or where a result is not of the experiment. `identities` is `ModelPlan.identity()` by label,
+    `objective` that of the Plan.
     """
-    found = Experiment.read(store)
-    if found.empty:
-        return []
-    about, records = required_about(store) if found.about is None else found.about, list(found.records)
-    models = _models(store, about)
+    if held.empty:
+        return
+    about = required_about(held.store) if held.about is None else held.about
     changes: list[str] = []
+    models = _models(held, about)
     for label, new in identities.items():
         old = models.get(label, {}).get("meaning")
         if old is not None:
-            kept = old.get("texts", {})
-            texts = {name: kept.get(name, data) for name, data in new.get("texts", {}).items()}
+            known = old.get("texts", {})
+            texts = {name: known.get(name, data) for name, data in new.get("texts", {}).items()}
             changes += [f"{label}: {change}" for change in _changes(_flat(old | {"texts": texts}), _flat(new))]
     if objective is not None and about.get("search") == "optuna":
-        before = (about.get("settings") or {}).get("objective", "accuracy")  # from before there were others
+        before = (about.get("settings") or {}).get("objective", "accuracy")
         changes += [f"objective was {before}, is {objective}"] if before != objective else []
     if changes:
         raise UserError(
-            f"experiment {store.folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
-            "experiment with --name"
+            f"experiment {held.store.folder} was made with other settings ({'; '.join(changes)}); use them again, or "
+            f"{_OTHER_NAME}"
         )
-    _check_own(store, about, records, found.baselines)
-    _check_code(store, records, methods)
-    return records
-
-
-def _check_code(store: Store, records: Iterable[TrialRecord], methods: Iterable[str]) -> None:
-    """Raise UserError where trials of a method were chosen by other code than it has now."""
-    for method in map(load_method, methods):
-        own = [
-            record
-            for record in records
-            if record.config and record.config.method == method.name and record.status != "failed"
-        ]
-        if others := sum(record.method_code not in ("", method.code) for record in own):
-            files = [f"{name}.py" for name in (method.name, *sorted({parse(one)[0] for one in method.statistics}))]
-            raise UserError(
-                f"the code of method {method.name} ({', '.join(files)}) was changed after {others} "
-                f"trial{'s' * (others > 1)} of experiment {store.folder}; give the changed method another name, or start another "
-                "experiment with --name"
-            )
-
-
-def warn_of_other_versions(store: Store, records: Iterable[TrialRecord]) -> None:
-    """Log a warning where results of the experiment were made with other versions of libraries than are installed now."""
-    kept = [record for record in (*records, *read_baselines(store).values()) if record.status != "failed"]
-    others = []
-    for library in ("torch", "transformers"):  # what records name
-        now, found = library_versions()[library], Counter(public(getattr(one, f"{library}_version")) for one in kept)
-        others += [f"{found[then]} with {library} {then} (now {now})" for then in sorted(found) if then != now]
-    if others:
-        log.warning(
-            "of the results in %s some were made with other versions, which may have given other numbers than those to come: %s; "
-            "install these again, or start another experiment with --name",
-            *(store.folder, ", ".join(others)),
-        )
-
-
-def _check_own(
-    store: Store, about: Mapping[str, Any], records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord]
-) -> None:
-    """Raise DamagedFile for a result that is not of the experiment which `about` describes."""
-    others = [(Ledger(store).path(record.key), what) for record in records if (what := stranger(record, about))]
-    others += [(store.path(BASELINES), what) for record in baselines.values() if (what := stranger(record, about))]
-    if others:
-        path, what = others[0]
-        more = f"; so are {len(others) - 1} more of the experiment" if len(others) > 1 else ""
-        raise DamagedFile(path, what + more, "delete it, or start another experiment with --name")
+    _check_own(held, about)
+    _check_code(held, methods)
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    # A bound of tokens is named only where there is one.
-    return {
-        "perplexity_tokens": None,
-        "texts": {},
-        **identity,
-        **identity["protocol"],
-        "protocol": None,
-    }
+    # A bound of tokens, and other calibration texts, are named only where there are some.
+    return {"perplexity_tokens": None, "texts": {}, **identity, **identity["protocol"], "protocol": None}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -171,91 +116,132 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         "data": "the files of texts or tasks have changed",
         "texts": "the files of calibration texts have changed",
     }
-    return [contents.get(name) or f"{name} was {_shown(old.get(name))}, is {_shown(new[name])}" for name in changed]
+
+    def shown(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+    return [contents.get(name) or f"{name} was {shown(old.get(name))}, is {shown(new[name])}" for name in changed]
 
 
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def _check_own(held: Experiment, about: Mapping[str, Any]) -> None:
+    """Raise DamagedFile for a result that is not of the experiment which `about` describes."""
+    others = [(Ledger(held.store).path(one.key), what) for one in held.records if (what := stranger(one, about))]
+    others += [(held.store.path(BASELINES), what) for one in held.baselines.values() if (what := stranger(one, about))]
+    if others:
+        path, what = others[0]
+        more = f"; so are {len(others) - 1} more of the experiment" if len(others) > 1 else ""
+        raise DamagedFile(path, what + more, f"delete it, or {_OTHER_NAME}")
 
 
-def _models(store: Store, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What experiment.json (`about`) says of each model, by label."""
+def _check_code(held: Experiment, methods: Iterable[str]) -> None:
+    """Raise UserError where trials of a method were chosen by other code than it has now."""
+    for method in map(load_method, methods):
+        made = [one for one in held.finished.values() if one.config and one.config.method == method.name]
+        if others := sum(record.method_code not in ("", method.code) for record in made):
+            files = [f"{name}.py" for name in (method.name, *sorted({parse(one)[0] for one in method.statistics}))]
+            raise UserError(
+                f"the code of method {method.name} ({', '.join(files)}) was changed after {others} "
+                f"trial{'s' * (others > 1)} of experiment {held.store.folder}; give the changed method another name, or "
+                f"{_OTHER_NAME}"
+            )
+
+
+def warn_of_other_versions(held: Experiment) -> None:
+    """Log a warning where results of the experiment were made with other versions of libraries than are installed now."""
+    results = [one for one in (*held.records, *held.baselines.values()) if one.status != "failed"]
+    others = []
+    for library in ("torch", "transformers"):
+        now = library_versions()[library]
+        counts = Counter(public(getattr(record, f"{library}_version")) for record in results)
+        others += [f"{counts[then]} with {library} {then} (now {now})" for then in sorted(counts) if then != now]
+    if others:
+        log.warning(
+            "of the results in %s some were made with other versions, which may have given other numbers than those to come: %s; "
+            "install these again, or start another experiment with --name",
+            *(held.store.folder, ", ".join(others)),
+        )
+
+
+def _models(held: Experiment, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what experiment.json (`about`) says of each model, by label. Raises UserError where it says nothing."""
     models: dict[str, Any] | None = about.get("models")
     if models is None or not all("protocol" in model.get("meaning", {}) for model in models.values()):
         raise UserError(
-            f"{store.path(EXPERIMENT)} does not describe an experiment; restore it from a copy, or start another experiment "
-            "with --name"
+            f"{held.store.path(EXPERIMENT)} does not describe an experiment; restore it from a copy, or {_OTHER_NAME}"
         )
     return models
 
 
-def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
-    """experiment.json: what the experiment is, for people and for the analysis, which it gives, too. Models of earlier starts are
-    kept. Hold `store.lock()`: another search may have started since the plan was made."""
-    identities = {model.run.label: model.identity() for model in plan.models}
-    check_same_identity(store, identities, plan.objective, plan.space.values["method"])
-    about = read_about(store) or {"models": {}}
-    models = _models(store, about)
-    for model in plan.models:
-        earlier = models.get(model.run.label, {}).get("meaning", {}).get("texts", {})
-        seedless = {method for method, reads in plan.space.reads.items() if "seed" not in reads}
-        seedless |= {*models.get(model.run.label, {}).get("seedless", ())}  # those of earlier starts, too
-        texts = {"texts": earlier | dict(model.texts)} if earlier or model.texts else {}
-        mixtures = _mixtures([model.run.calibration, *texts.get("texts", {})])
-        models[model.run.label] = {
-            "run": model.run.to_dict(),
-            "meaning": model.identity() | texts,
-            "geometry": asdict(model.geometry),
-            "perplexity_text": perplexity_text_name(model.run),
-            "perplexity_window": model.workload.perplexity_window,
-            "target_params": one_or_list(model.targets.values()),
-            "trial_keys": _trial_keys(plan, model),
-            **({"mixtures": mixtures} if mixtures else {}),
-            **({"seedless": sorted(seedless)} if seedless else {}),
-            **({} if model.gguf is None else {"gguf": asdict(model.gguf)}),
-        }
-    now: dict[str, Any] = {
+def write(held: Experiment, plan: Plan, command: list[str]) -> Experiment:
+    """Write experiment.json, which says what the experiment is, and return what the experiment holds with it.
+
+    Models of earlier starts stay in it. Hold `store.lock()`, and have read `held` since: another search may have started
+    when the plan was made. Raises as `check` does.
+    """
+    check(held, plan.identities, plan.objective, plan.space.values["method"])
+    models = _models(held, held.about or {"models": {}})
+    about = {
         "schema_version": 1,
         "command": command,
         "settings": asdict(plan.settings),
         "search": plan.space.search,
         "num_trials": plan.trials_per_model,
         "space": {"name": plan.space.name} | plan.searched(),
-        "models": models,
+        "models": models
+        | {model.run.label: _about(plan, model, models.get(model.run.label, {})) for model in plan.models},
         "versions": {"tune_prune": __version__}
         | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
         "git_commit": git_commit(),
     }
-    write_about(store, now)
-    return dict(json.loads(to_json(now)))  # as who reads the file has it
+    write_about(held.store, about)
+    return replace(held, about=read_about(held.store))  # as whoever reads the file has it
 
 
-def _mixtures(texts: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Of each calibration text that is a mixture, the share of the samples that each of its texts gives."""
-    parts = {text: texts_of(text) for text in texts}
-    return {text: dict.fromkeys(found, 1 / len(found)) for text, found in parts.items() if len(found) > 1}
+def _about(plan: Plan, model: ModelPlan, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what experiment.json says of a model, of which `earlier` starts have said that."""
+    # Other calibration texts, and methods that read no seed, are those of all starts.
+    texts = {**earlier.get("meaning", {}).get("texts", {}), **model.texts}
+    seedless = {method for method, reads in plan.space.reads.items() if "seed" not in reads}
+    seedless |= {*earlier.get("seedless", ())}
+    parts = {text: texts_of(text) for text in (model.run.calibration, *texts)}
+    mixtures = {text: dict.fromkeys(mixed, 1 / len(mixed)) for text, mixed in parts.items() if len(mixed) > 1}
+    optional = {"mixtures": mixtures, "seedless": sorted(seedless), "gguf": model.gguf and asdict(model.gguf)}
+    return {
+        "run": model.run.to_dict(),
+        "meaning": model.identity() | ({"texts": texts} if texts else {}),
+        "geometry": asdict(model.geometry),
+        "perplexity_text": perplexity_text_name(model.run),
+        "perplexity_window": model.workload.perplexity_window,
+        "target_params": one_or_list(model.targets.values()),
+        "trial_keys": _names(model, plan.first_trials),
+        **{name: values for name, values in optional.items() if values},
+    }
 
 
-def _trial_keys(plan: Plan, model: ModelPlan, given: Collection[str] | None = None) -> dict[str, str]:
-    """By key, the names of a model's trials that are `given`; None: that no decision is made for."""
-    given = first_given(plan, model) if given is None else given
-    return {key: config.name for config, key in model.trials if key in given}
+def _names(model: ModelPlan, given: Collection[str]) -> dict[str, str]:
+    """Return by key the names of a model's trials whose keys are `given`."""
+    return {spec.key: spec.config.name for spec in model.trials if spec.key in given}
 
 
-def write_given(
-    store: Store, plan: Plan, about: dict[str, Any], given: Collection[str], **decisions: Iterable[Round | Trained]
-) -> None:
-    """Add to experiment.json (`about`, as `write` gave it) which trials were given so far, and by which decisions: `draws`,
-    `recovered`."""
-    for model in plan.models:
-        about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, given)
-    about |= {name: [one.to_dict() for one in made] for name, made in decisions.items()}
-    write_about(store, about)
+def write_given(held: Experiment, plan: Plan, given: Collection[str], **decisions: Iterable[Any]) -> Experiment:
+    """Add to experiment.json which trials (keys) were given so far, and by which decisions: `draws`, `recovered`.
+
+    Returns what the experiment holds with it."""
+    about = dict(held.about or {})
+    labels = {model.run.label: model for model in plan.models}
+    about["models"] = {
+        label: model | ({"trial_keys": _names(labels[label], given)} if label in labels else {})
+        for label, model in about["models"].items()
+    }
+    write_about(held.store, about | {name: [asdict(one) for one in made] for name, made in decisions.items()})
+    return replace(held, about=read_about(held.store))
 
 
 def git_commit() -> str | None:
-    """The commit of the source checkout this runs from, with "-dirty" for changed files and for code of the package that git does
-    not know, ignored or not; None when installed elsewhere."""
+    """Return the commit of the source checkout this runs from; None when installed elsewhere.
+
+    It ends in "-dirty" for changed files and for code of the package that git does not know, ignored or not.
+    """
     package = Path(__file__).resolve().parents[1]
     if not (package.parent / ".git").exists():
         return None

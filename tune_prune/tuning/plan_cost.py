@@ -13,9 +13,7 @@ import torch
 from tune_prune.core import machine
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.ledger import read_baselines
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import open_store
 from tune_prune.models.runner.devices import device_name
 from tune_prune.tuning import gpus
 from tune_prune.tuning.cost import (
@@ -32,7 +30,6 @@ from tune_prune.tuning.cost import (
     passes_to_make,
     recipe_amounts,
 )
-from tune_prune.tuning.rounds import expected
 
 if TYPE_CHECKING:
     from tune_prune.tuning.plan import ModelPlan, Plan
@@ -41,9 +38,9 @@ if TYPE_CHECKING:
 def left(plan: Plan, model: ModelPlan, finished: Collection[str]) -> tuple[list[PruningConfig], int]:
     """Return the configurations of a model that the search may still run, and how many of them it runs at most: an adaptive one
     so many of each group that is compared in itself. `finished`: trial keys."""
-    done = {config for config, key in model.trials if key in finished}
+    done = {spec.config for spec in model.trials if spec.key in finished}
     # Those that are done count first among those that the search runs at most.
-    configs = expected(plan, sorted((config for config, _ in model.trials), key=lambda one: one not in done))
+    configs = plan.expected(sorted(model.configs, key=lambda one: one not in done))
     had, most = Counter(config.group("") for config in done), plan.space.num_trials or sys.maxsize
     pending = [one for one in configs if one not in done and had[one.group("")] < most]
     counts = Counter(config.group("") for config in pending)
@@ -60,10 +57,10 @@ def at_once(plan: Plan, finished: Collection[str]) -> int:
 
 def _measured(plan: Plan) -> Mapping[str, TrialRecord]:
     """Return the records of dense models that were measured where the plan is for, by label."""
-    return {} if plan.card else read_baselines(open_store(plan.experiment_dir))
+    return plan.held.baselines
 
 
-def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
+def cost_of(plan: Plan, finished: Collection[str], store: ArtifactStore) -> CostEstimate | None:
     """Estimate what the trials, baselines and passes that are still to be made will cost; `finished` trial keys are done.
 
     None where no worker of the cluster was free to measure its speed, or where that of a GPU that is not here is not known.
@@ -73,7 +70,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     measured = _measured(plan)
     works = []
     for model in plan.models:
-        configs = [config for config, _ in model.trials]
+        configs = model.configs
         pending, trials = left(plan, model, finished)
         passes = passes_to_make(pending, model.run, model.model_fingerprint, computed_on, store)
         if not trials and model.run.label in measured:

@@ -20,6 +20,7 @@ from tune_prune.core import artifact_cache, machine
 from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.ledger import Experiment
 from tune_prune.core.machine import TooLittleMemory
 from tune_prune.core.store import Location, location, open_store
 from tune_prune.data import calibration, checks
@@ -43,25 +44,24 @@ from tune_prune.tuning.resources import (
     MAX_AUTO_CPUS,
     MAX_TRIALS_PER_GPU,
     Node,
-    TrialResources,
     plan_resources,
     usable_bytes,
 )
 from tune_prune.tuning.space import SearchSpace
+from tune_prune.tuning.work import TrialSpec
 
 
 def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
-    """Check everything and resolve what was left open. `card`: GPUs to plan for in the place of what is here, in a machine that has
-    no records, and memory and room on its disk for all that waits there. Raises UserError; creates nothing."""
-    if settings.inline:
-        _check_inline(settings)
-    if card:
-        _check_card(settings, card)
+    """Check everything, and resolve what was left open. Creates nothing. Raises UserError.
+
+    `card`: GPUs to plan for in the place of what is here, in a machine that has no records, and memory and room on its disk for all
+    that waits there.
+    """
+    _check_machine(settings, card)
     space = resolve.space(settings)
     storage = location(settings.storage_path).expanduser().absolute()
-    str(
-        storage
-    ).encode()  # raises where a part of it is no text: records hold it, which are written when trials have ended
+    # Raises where a part of it is no text: records hold it, which are written when trials have ended.
+    str(storage).encode()
     experiment.check_writable(storage / artifact_cache.FOLDER)
     store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
@@ -76,86 +76,89 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         models = tuple(_plan_model(asked, space, name, device, fast, store, card) for name in settings.models)
         _check_distinct(models)
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
-        identities = {model.run.label: model.identity() for model in models}
-        objective = settings.objective if space.search == "optuna" else None
-        methods = space.values["method"]
-        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective, methods)
-        finished = {record.key for record in records if record.status != "failed"}
-        recorded = sum(key in finished for model in models for _, key in model.trials)
-        plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told, card=card)
-        plan = replace(plan, left=sum(plan_cost.left(plan, model, finished)[1] for model in models))
-        if plan.left and not card:
-            experiment.warn_of_other_versions(open_store(folder), records)
-        work = plan_cost.at_once(plan, finished)
-        # Inline, the trial of the moment has a GPU to itself, or several.
-        share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
-        by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
-        smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
-        bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
-        with advising(next((model.other_step for model in models if model.other_step), "")):
-            models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
-            trial_bytes = max(model.memory.total for model in models)
-            waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
-            most = min(
-                (bounds.of[place] // away for place, away in waiting if place in bounds.of),
-                default=1 if waiting else MAX_TRIALS_PER_GPU,
-            )
-            with _advice_for(card, {model.run.dtype for model in models}):
-                resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
-            slots = memory_bounds.slots(settings, resources, nodes, work)
-            gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
-            if resources.gpus == 0:
-                memory_bounds.check(trial_bytes, slots, told, resources)
+        held = Experiment(open_store(folder)) if card else Experiment.read(open_store(folder))
+        plan = Plan(settings, space, folder, models, held, nodes=told, card=card)
+        experiment.check(held, plan.identities, plan.objective, space.values["method"])
+        plan = replace(plan, left=sum(plan_cost.left(plan, model, held.finished.keys())[1] for model in models))
+        if plan.left:
+            experiment.warn_of_other_versions(held)
+        plan = _with_resources(plan, nodes, gpus, on_gpu)
         if told:
             _check_reach(told, folder.parent, models)
-        names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
-        gpu_free = {name: memory.available for name, memory in memory_bounds.kinds_of(gpus).items()}
-        lacking = dict.fromkeys(gpu.name for gpu in gpus if not gpu.bfloat16)
-        plan = replace(
-            plan,
-            models=models,
-            resources=resources,
-            slots=slots,
-            gpu_names=names,
-            gpu_ways=gpu_ways,
-            gpu_free=gpu_free,
-            without_bfloat16=tuple(lacking) if any(gpu.bfloat16 for gpu in gpus) else (),
+        return replace(plan, cost=plan_cost.cost_of(plan, held.finished.keys(), store))
+
+
+def _with_resources(plan: Plan, nodes: Sequence[Mapping[str, float]], gpus: Sequence[Gpu], on_gpu: bool) -> Plan:
+    """Return the plan with what a trial takes of these nodes and GPUs, and how it holds its model. Raises UserError where it does
+    not fit."""
+    settings, told, card = plan.settings, plan.nodes, plan.card
+    work = plan_cost.at_once(plan, plan.held.finished.keys())
+    # Inline, the trial of the moment has a GPU to itself, or several.
+    share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
+    by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
+    smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
+    bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
+    with advising(next((model.other_step for model in plan.models if model.other_step), "")):
+        models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in plan.models)
+        trial_bytes = max(model.memory.total for model in models)
+        waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
+        most = min(
+            (bounds.of[place] // away for place, away in waiting if place in bounds.of),
+            default=1 if waiting else MAX_TRIALS_PER_GPU,
         )
-        return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
+        with _advice_for(card, {model.run.dtype for model in models}):
+            resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
+        slots = memory_bounds.slots(settings, resources, nodes, work)
+        gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
+        if resources.gpus == 0:
+            memory_bounds.check(trial_bytes, slots, told, resources)
+    lacking = dict.fromkeys(gpu.name for gpu in gpus if not gpu.bfloat16)
+    return replace(
+        plan,
+        models=models,
+        resources=resources,
+        slots=slots,
+        gpu_names=tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else (),
+        gpu_ways=gpu_ways,
+        gpu_free={name: memory.available for name, memory in memory_bounds.kinds_of(gpus).items()},
+        without_bfloat16=tuple(lacking) if any(gpu.bfloat16 for gpu in gpus) else (),
+    )
 
 
-def _check_inline(settings: SearchSettings) -> None:
-    """Raise UserError where --inline comes with what only Ray can do."""
-    if settings.address is not None:
-        raise UserError("--inline runs in this process and --address on a cluster; leave one of them out")
-    if settings.gpus_per_trial is not None and 0 < settings.gpus_per_trial < 1:
-        raise UserError(
-            f"--gpus-per-trial is {settings.gpus_per_trial:g}, but --inline runs one trial at a time, which has the whole GPU; use "
-            "1, or leave it out"
-        )
-    if settings.trial_timeout_s is not None:
-        raise UserError(
-            "--trial-timeout ends the worker process of a trial, and with --inline there is no process but this one; leave one "
-            "of them out"
-        )
-
-
-def _check_card(settings: SearchSettings, card: Card) -> None:
-    """Raise UserError where --gpu comes with what says otherwise where trials run."""
+def _check_machine(settings: SearchSettings, card: Card | None) -> None:
+    """Raise UserError where --inline comes with what only Ray can do, and --gpu with what says otherwise where trials run."""
     asked = settings.gpus_per_trial
-    if settings.address is not None:
-        raise UserError("--gpu is for a machine that is not here, and --address for a cluster; leave one of them out")
-    if asked == 0:
-        raise UserError("--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; leave one of them out")
-    if asked and asked > card.count:
-        raise UserError(
-            f"--gpus-per-trial is {asked:g}, but --gpu is {card}; name as many, e.g. --gpu 2x4090 for two, or use fewer"
-        )
+    if settings.inline:
+        if settings.address is not None:
+            raise UserError("--inline runs in this process and --address on a cluster; leave one of them out")
+        if asked is not None and 0 < asked < 1:
+            raise UserError(
+                f"--gpus-per-trial is {asked:g}, but --inline runs one trial at a time, which has the whole GPU; use 1, or leave "
+                "it out"
+            )
+        if settings.trial_timeout_s is not None:
+            raise UserError(
+                "--trial-timeout ends the worker process of a trial, and with --inline there is no process but this one; leave "
+                "one of them out"
+            )
+    if card:
+        if settings.address is not None:
+            raise UserError(
+                "--gpu is for a machine that is not here, and --address for a cluster; leave one of them out"
+            )
+        if asked == 0:
+            raise UserError(
+                "--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; leave one of them out"
+            )
+        if asked and asked > card.count:
+            raise UserError(
+                f"--gpus-per-trial is {asked:g}, but --gpu is {card}; name as many, e.g. --gpu 2x4090 for two, or use fewer"
+            )
 
 
 @contextlib.contextmanager
 def _advice_for(card: Card | None, dtypes: Collection[str]) -> Iterator[None]:
-    """What to do about a trial that does not fit a GPU which is not here."""
+    """Say within what to do about a trial that does not fit a GPU which is not here."""
     try:
         yield
     except TooLittleMemory as error:
@@ -166,7 +169,7 @@ def _advice_for(card: Card | None, dtypes: Collection[str]) -> Iterator[None]:
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
-    """Of an experiment without --name: models, percentages, search space; shapes, limit and tokens where they are not the usual."""
+    """Return the name of an experiment without --name: models, percentages, search space; shapes, limit, tokens."""
     shapes = shapes_of(space, models)
     parts = [
         "+".join(model.run.label for model in models),
@@ -183,7 +186,7 @@ def _check_distinct(models: tuple[ModelPlan, ...]) -> None:
     labels: dict[str, str] = {}
     trials: dict[str, str] = {}
     for model in models:
-        run, key = model.run, model.trials[0][1]
+        run, key = model.run, model.trials[0].key
         if run.label in labels:
             raise UserError(
                 f"{labels[run.label]} and {run.model} would both be named {run.label!r} in the results; rename one of the folders, "
@@ -259,7 +262,10 @@ def _plan_model(
         data_fingerprint=data[run.calibration],
         texts={text: fingerprint for text, fingerprint in data.items() if text != run.calibration},
         targets=targets,
-        trials=tuple((one, trial_key(one, model_fingerprint, data[run.of(one).calibration], run)) for one in configs),
+        trials=tuple(
+            TrialSpec(run, one, trial_key(one, model_fingerprint, data[run.of(one).calibration], run))
+            for one in configs
+        ),
         workload=work,
         ways=ways,
         memory=ways[0],
@@ -271,7 +277,7 @@ def _plan_model(
 
 
 def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: ModelSource) -> tuple[PruningConfig, ...]:
-    """Of a model; "aligned" gets the N that suits its size."""
+    """Return the configurations of a model; "aligned" gets the N that suits its size."""
     named = {shape: shapes.resolve(shape, None, geometry.total_params) for shape in space.values["shape"]}
     if len(set(named.values())) < len(named):
         raise UserError(
@@ -296,7 +302,7 @@ def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: Mode
 
 @contextlib.contextmanager
 def _cluster(settings: SearchSettings) -> Iterator[None]:
-    """Connected to the cluster at --address, if one is named."""
+    """Be connected to the cluster at --address within, if one is named."""
     if settings.address is None:
         yield
         return
@@ -308,7 +314,7 @@ def _cluster(settings: SearchSettings) -> Iterator[None]:
 
 
 def _survey(settings: SearchSettings) -> tuple[Node, ...]:
-    """What each node of the connected cluster tells; none without a cluster."""
+    """Return what each node of the connected cluster tells; nothing without a cluster."""
     if settings.address is None:
         return ()
     from tune_prune.tuning.ray_cluster import nodes
@@ -329,14 +335,15 @@ def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelP
 
 
 def _of_card(settings: SearchSettings, card: Card) -> tuple[list[Mapping[str, float]], list[Gpu]]:
-    """A machine with those GPUs, and with CPUs for all trials that they hold."""
+    """Return the nodes and GPUs of a machine with those GPUs, and with CPUs for all trials that they hold."""
     cpus = max(MAX_AUTO_CPUS, settings.cpus_per_trial or 0)
     gpu = Gpu(card.name, machine.Memory(card.memory, card.memory), card.bfloat16)
     return [{"CPU": card.count * MAX_TRIALS_PER_GPU * cpus, "GPU": card.count}], [gpu]
 
 
 def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[Gpu]]:
-    """CPUs and GPUs of each node, of this machine or of the connected cluster, and what GPUs those are, if they are to be used.
+    """Return CPUs and GPUs of each node, of this machine or of the connected cluster, and which GPUs those are, if they are used.
+
     Raises UserError for a GPU of this machine that torch has no kernels for; of a cluster the survey does."""
     if told:
         return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]

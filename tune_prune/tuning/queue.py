@@ -1,4 +1,4 @@
-"""In which order a search is worked on: preparation jobs first, then every trial whose statistics are there.
+"""The order in which a search is worked on: preparation jobs first, then every trial whose statistics are there.
 
 Jobs and trials run on the same workers, so that no worker starts and no model is loaded twice. Nothing ever waits on a
 device: what is not ready is not handed out.
@@ -19,7 +19,7 @@ from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 
 
 def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) -> list[PrepareJob]:
-    """The jobs that `pending` trials need, one per model, seq_len and draw, and one per model without a baseline.
+    """Return the jobs that `pending` trials need: one per model, seq_len and draw, and one per model without a baseline.
 
     Models stay together, and the longest job of a model comes first, so that workers end at about the same time.
     """
@@ -35,8 +35,10 @@ def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) ->
 
 
 class WorkQueue:
-    """Hands out `jobs`, then `specs` in their order or, with `adaptive`, what that proposes. Nothing more once a job has
-    failed, unless it was given up: then its trials try by themselves, until one dies in the same way."""
+    """Hands out `jobs`, then `specs` in their order or, with `adaptive`, what that proposes.
+
+    Nothing more is handed out once a job has failed, unless it was given up: then its trials try by themselves, until one dies in
+    the same way."""
 
     def __init__(
         self, jobs: Sequence[PrepareJob], specs: Sequence[TrialSpec], adaptive: OptunaSearcher | None = None
@@ -58,7 +60,7 @@ class WorkQueue:
         return self.failed or not (self._jobs or self._waiting or adaptive)
 
     def next(self) -> Work | None:
-        """The next job or trial; None where all that is left waits for a job, or nothing is left."""
+        """Return the next job or trial; None where all that is left waits for a job, or nothing is left."""
         if self.failed:
             return None
         if self._jobs:
@@ -73,13 +75,14 @@ class WorkQueue:
         return None
 
     def report(self, work: Work, message: Message) -> None:
-        """A trial has come so far, and goes on."""
+        """Take how far a trial has come that goes on."""
         if self._adaptive is not None and isinstance(work, TrialSpec) and isinstance(message, TrialMessage):
             self._adaptive.report(work, message)
 
     def end(self, work: Work, last: Message | None, error: BaseException | None = None) -> list[TrialSpec]:
-        """A job or trial is done, was stopped or has failed after the message `last`. The trials that are not handed out any more,
-        as they would die of the same."""
+        """Take that a job or trial is done, was stopped or has failed after the message `last`.
+
+        Returns the trials that are not handed out any more, as they would die of the same."""
         if isinstance(work, PrepareJob):
             self._unprepared.discard((work.run, work.samples))
             if error is not None and is_given_up(error):
@@ -89,13 +92,13 @@ class WorkQueue:
                 self.failed = self.failed or error is not None or refused
             return []
         if self._adaptive is not None:
-            self._adaptive.tell(work, last if isinstance(last, TrialMessage) else None, error is not None)
+            self._adaptive.tell(work, last if isinstance(last, TrialMessage) else None)
         elif error is not None and is_given_up(error) and (work.run, work.config.samples) in self._given_up:
             return self._drop_like(work, last)
         return []
 
     def _drop_like(self, spec: TrialSpec, last: Message | None) -> list[TrialSpec]:
-        """The waiting trials on the same samples that need the statistic of which the trial has died; none where it had all."""
+        """Drop and return the waiting trials on the same samples that need the statistic of which the trial has died, if any."""
         done = {report.stage for report in last.record.stages} if isinstance(last, TrialMessage) else set()
         died = next((name for name in _statistics(spec) if load_statistic(name).stage not in done), None)
         dropped = [
@@ -108,5 +111,5 @@ class WorkQueue:
 
 
 def _statistics(spec: TrialSpec) -> list[str]:
-    """Names, in pass order."""
+    """Return the names of the statistics that a trial needs, in pass order."""
     return list(by_statistic(load_method(spec.config.method).needs(spec.config).values()))

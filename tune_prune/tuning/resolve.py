@@ -1,10 +1,11 @@
-"""What a command asks for, with everything resolved that it leaves open: the configurations, and each model without its weights."""
+"""Resolves what a command leaves open: the configurations of a search, and each model without its weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
@@ -25,32 +26,27 @@ from tune_prune.tuning.stopping import FEWEST
 
 
 def space(settings: SearchSettings) -> SearchSpace:
-    """The search space with the values of the flags. Raises UserError where they do not fit together."""
+    """Return the search space with the values of the flags. Raises UserError where they do not fit together."""
     loaded = search_space.load(settings.search_space)
-    values = dict(loaded.values)
-    if settings.draws is not None and settings.seeds is not None:
-        raise UserError(
-            f"--draws {settings.draws} takes the seeds that follow --seed, but --seeds names others; leave one of them out"
-        )
-    if settings.draws is None and settings.draws_by != "accuracy":
-        raise UserError(
-            f"--draws-by {settings.draws_by} says which configurations --draws repeats; add --draws 3, or leave it out"
-        )
-    ratio, shape, seeds = settings.pruning_ratio, settings.shape, settings.seeds or _draws(settings, loaded)
-    flags = {
-        "--pruning-ratio": ("pruning_ratio", None if ratio is None else (ratio,)),
-        "--shape": ("shape", None if shape is None else (shape,)),
+    values, searched_by = dict(loaded.values), settings.search or loaded.search
+    _check_decisions(settings, loaded, searched_by)
+    _check_scheduler(settings)
+    seeds = settings.seeds
+    if settings.draws is not None:  # the run's own, and those that follow it
+        seeds = tuple(range(settings.seed, settings.seed + settings.draws))
+    flags: dict[str, tuple[str, tuple[Any, ...] | None]] = {
+        "--pruning-ratio": ("pruning_ratio", None if settings.pruning_ratio is None else (settings.pruning_ratio,)),
+        "--shape": ("shape", None if settings.shape is None else (settings.shape,)),
         "--seeds": ("seed", seeds),
     }
     for flag, (name, asked) in flags.items():
         if asked is None:
             continue
         if name in loaded.given and values[name] != asked:
-            mine, says = (", ".join(map(str, found)) for found in (asked, values[name]))
+            mine, says = (", ".join(map(str, listed)) for listed in (asked, values[name]))
             raise UserError(f"{flag} is {mine}, but {loaded.path} says {says}; leave one of them out")
         values[name] = asked
     if settings.recover is not None:
-        _check_recover(settings, loaded)
         values["recovery"] = ("none", "lora")
     texts = values["calibration"]
     if settings.calibration is not None and "calibration" in loaded.given and settings.calibration not in texts:
@@ -58,31 +54,30 @@ def space(settings: SearchSettings) -> SearchSpace:
             f"--calibration is {settings.calibration}, but {loaded.path} says {', '.join(texts)}; leave one of them out, or list "
             "it there, too"
         )
-    if "shape" not in loaded.given and shape is None:
+    if "shape" not in loaded.given and settings.shape is None:
         values["shape"] = (shapes.BY_SIZE,)
     values["shape"] = aligned(values["shape"], settings.align)
-    loaded = replace(loaded, search=settings.search or loaded.search, values=values)
-    if loaded.combinations > search_space.MAX_POINTS:
+    searched = replace(loaded, search=searched_by, values=values)
+    if searched.combinations > search_space.MAX_POINTS:
         raise UserError(
-            f"{loaded.path} and the {len(values['seed']):,} seeds of the flags make {loaded.combinations:,} combinations, and "
+            f"{loaded.path} and the {len(values['seed']):,} seeds of the flags make {searched.combinations:,} combinations, and "
             f"{search_space.MAX_POINTS:,} is the most that can be planned; ask for fewer seeds"
         )
-    if loaded.search == "grid" and settings.objective != "accuracy":
+    if searched_by == "grid" and settings.objective != "accuracy":
         raise UserError(
-            f"--objective {settings.objective} is for --search optuna, but a grid runs all {loaded.size} configurations; leave it "
-            f"out, and choose among them with analysis --rule {settings.objective}"
+            f"--objective {settings.objective} is for --search optuna, but a grid runs all {searched.size} configurations; leave "
+            f"it out, and choose among them with analysis --rule {settings.objective}"
         )
-    _check_scheduler(settings)
     if settings.draws is None and len(values["seed"]) > 1:
-        _check_several_seeds(settings, loaded)
-    loaded = replace(loaded, num_trials=_num_trials(settings, loaded))
+        _check_several_seeds(settings, searched)
+    searched = replace(searched, num_trials=_num_trials(settings, searched))
     if settings.kl_filter:
-        _check_kl_filter(loaded)
-    return loaded
+        _check_kl_filter(searched)
+    return searched
 
 
 def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
-    """The shapes asked for, with the N of --align, where one is given, for `aligned` and `uniform`; without a shape it is that of
+    """Return the shapes with the N of --align, where one is given, for `aligned` and `uniform`; without a shape it is that of
     `aligned`. Raises UserError where it fits none of them, and where one has another N."""
     if align is None:
         return names
@@ -96,62 +91,37 @@ def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(numbered.get(shape, shape) for shape in names))
 
 
-def _draws(settings: SearchSettings, loaded: SearchSpace) -> tuple[int, ...] | None:
-    """The seeds of --draws: the run's and those that follow it. Raises UserError where it does not fit the rest."""
-    if settings.draws is None:
-        return None
-    if "seed" in loaded.given:
-        raise UserError(
-            f"--draws {settings.draws} repeats only promising configurations, but {loaded.path} sets `seed` for all of them; "
-            "leave one of the two out"
-        )
-    if (settings.search or loaded.search) == "optuna":
-        raise UserError(
-            f"--draws {settings.draws} is for a grid, as it runs every configuration once before it repeats any; leave it out, or "
-            "use --search grid"
-        )
-    seeds = tuple(range(settings.seed, settings.seed + settings.draws))
-    if not HYPERPARAMETERS["seed"].kind.holds(seeds[-1]):
-        raise UserError(
-            f"--draws {settings.draws} needs seeds up to {seeds[-1]}, above the largest; use a smaller --seed"
-        )
-    return seeds
+def _refuse(wrong: bool, sentence: str) -> None:
+    if wrong:
+        raise UserError(sentence)
 
 
-def _check_recover(settings: SearchSettings, loaded: SearchSpace) -> None:
-    """Raises UserError where --recover does not fit the rest."""
-    if (settings.search or loaded.search) == "optuna":
-        raise UserError(
-            f"--recover {settings.recover} is for a grid, as it trains the best once all are tested; leave it out, or use "
-            "--search grid"
-        )
-    asked = loaded.values["recovery"]
-    if "recovery" in loaded.given and len(asked) == 1:
-        raise UserError(
-            f"--recover {settings.recover} trains the best of the untrained configurations, but {loaded.path} says "
-            f"`recovery: {asked[0]}`; write `recovery: [none, lora]` there, or leave one of them out"
-        )
-
-
-def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> None:
-    """Raises UserError for Optuna, to which a seed would be one more hyperparameter, and for what stops trials early: single draws,
-    where a mean over draws needs all of them."""
-    seeds = searched.values["seed"]
-    if searched.search == "optuna":
-        raise UserError(
-            f"{len(seeds)} seeds ({', '.join(map(str, seeds))}) are for a grid, which runs every configuration with each of "
-            "them; name one seed, or use --search grid"
-        )
-    if settings.scheduler != "none" or settings.kl_filter:
-        flag = "--kl-filter" if settings.scheduler == "none" else f"--scheduler {settings.scheduler}"
-        raise UserError(
-            f"{flag} stops single trials, but here a configuration is the mean of {len(seeds)} of them "
-            f"(seeds {', '.join(map(str, seeds))}); leave one of the two out, or give --draws {len(seeds)} in place of the seeds"
-        )
+def _check_decisions(settings: SearchSettings, loaded: SearchSpace, searched_by: str) -> None:
+    """Raise UserError for --draws and --recover where they do not fit the search space or other flags."""
+    draws, recovery = f"--draws {settings.draws}", loaded.values["recovery"]
+    if settings.draws is not None:
+        last = settings.seed + settings.draws - 1
+        named = f"{draws} takes the seeds that follow --seed, but --seeds names others; leave one of them out"
+        _refuse(settings.seeds is not None, named)
+        given = f"repeats only promising configurations, but {loaded.path} sets `seed` for all of them"
+        _refuse("seed" in loaded.given, f"{draws} {given}; leave one of the two out")
+        grid = "is for a grid, as it runs every configuration once before it repeats any"
+        _refuse(searched_by == "optuna", f"{draws} {grid}; leave it out, or use --search grid")
+        large = f"needs seeds up to {last}, above the largest; use a smaller --seed"
+        _refuse(not HYPERPARAMETERS["seed"].kind.holds(last), f"{draws} {large}")
+    elif settings.draws_by != "accuracy":
+        what = "says which configurations --draws repeats; add --draws 3, or leave it out"
+        raise UserError(f"--draws-by {settings.draws_by} {what}")
+    if settings.recover is not None:
+        recover, grid = f"--recover {settings.recover}", "is for a grid, as it trains the best once all are tested"
+        _refuse(searched_by == "optuna", f"{recover} {grid}; leave it out, or use --search grid")
+        says = f"trains the best of the untrained configurations, but {loaded.path} says `recovery: {recovery[0]}`"
+        step = "write `recovery: [none, lora]` there, or leave one of them out"
+        _refuse("recovery" in loaded.given and len(recovery) == 1, f"{recover} {says}; {step}")
 
 
 def _check_scheduler(settings: SearchSettings) -> None:
-    """Raises UserError for a scheduler beside a flag that looks for another best than the one that it is to keep."""
+    """Raise UserError for a scheduler beside a flag that looks for another best than the one that it is to keep."""
     keeps = "gold_logprob" if settings.scheduler == "race-gold" else "accuracy"
     for flag, looks_for in (("--objective", settings.objective), ("--draws-by", settings.draws_by)):
         if settings.scheduler != "none" and looks_for not in (keeps, "accuracy"):
@@ -162,11 +132,23 @@ def _check_scheduler(settings: SearchSettings) -> None:
             )
 
 
+def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> None:
+    """Raise UserError for Optuna, to which a seed would be one more hyperparameter, and for what stops trials early: single draws,
+    where a mean over draws needs all of them."""
+    seeds = searched.values["seed"]
+    listed, count = ", ".join(map(str, seeds)), len(seeds)
+    grid = f"{count} seeds ({listed}) are for a grid, which runs every configuration with each of them"
+    _refuse(searched.search == "optuna", f"{grid}; name one seed, or use --search grid")
+    flag = "--kl-filter" if settings.scheduler == "none" else f"--scheduler {settings.scheduler}"
+    single = f"{flag} stops single trials, but here a configuration is the mean of {count} of them (seeds {listed})"
+    step = f"leave one of the two out, or give --draws {count} in place of the seeds"
+    _refuse(settings.scheduler != "none" or settings.kl_filter, f"{single}; {step}")
+
+
 def _check_kl_filter(searched: SearchSpace) -> None:
-    """Raises UserError where no trial has so many before it that it could be stopped."""
-    first = replace(
-        searched, values=searched.values | {"seed": searched.values["seed"][:1]}
-    )  # the only draw it looks at
+    """Raise UserError where no trial has so many before it that it could be stopped."""
+    # It looks at the first draw only.
+    first = replace(searched, values=searched.values | {"seed": searched.values["seed"][:1]})
     most = min(first.largest_group, searched.num_trials or math.inf)
     if most <= FEWEST:
         raise UserError(
@@ -176,7 +158,7 @@ def _check_kl_filter(searched: SearchSpace) -> None:
 
 
 def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:
-    """How many configurations optuna tries of each model at each pruning ratio with each recovery; None for a grid."""
+    """Return how many configurations optuna tries of each model at each pruning ratio with each recovery; None for a grid."""
     asked = settings.num_trials
     if searched.search == "grid":
         if asked is not None:
@@ -208,7 +190,7 @@ class DenseModel:
 
 
 def dense_model(settings: SearchSettings, name: str, fast: Callable[[], bool]) -> DenseModel:
-    """Finds the model of that name; loads its config and tokenizer. `fast` says whether the device gains by bfloat16, where no
+    """Find the model of that name; load its config and tokenizer. `fast` says whether the device gains by bfloat16, where no
     --dtype is given. Raises UserError, also for a pruned model."""
     source = catalog.resolve(name, settings.revision)
     check_revision(settings.revision, name, source)
@@ -223,7 +205,7 @@ _KINDS = {"embedded": "an embedded model", "folder": "a folder model", "gguf": "
 
 
 def check_revision(revision: str | None, name: str, source: catalog.ModelSource) -> None:
-    """Raises UserError for the revision of a model that has none."""
+    """Raise UserError for the revision of a model that has none."""
     if revision is not None and source.kind != "hub":
         raise UserError(
             f"--revision {revision} is for models of the hub, but {name} is {_KINDS[source.kind]}; leave it out"
@@ -233,7 +215,7 @@ def check_revision(revision: str | None, name: str, source: catalog.ModelSource)
 def searched_model(
     run: ModelRun, base: str | None, revision: str | None
 ) -> tuple[catalog.ModelSource, PretrainedConfig]:
-    """The dense model of a search's `run` and its config: where it was searched, or at `base`. Raises UserError."""
+    """Return the dense model of a search's `run` and its config: where it was searched, or at `base`. Raises UserError."""
     name = base or run.model
     try:
         source = catalog.resolve(name, revision or run.revision)
@@ -249,7 +231,7 @@ def searched_model(
 
 
 def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
-    """What all trials of the model share. Raises UserError for flags that do not fit together."""
+    """Return what all trials of the model share. Raises UserError for flags that do not fit together."""
     check_revision(settings.revision, name, source)
     data_dir = checks.data_dir(settings.data_dir)
     protocol = EvaluationProtocol(

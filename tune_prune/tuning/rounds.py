@@ -1,37 +1,38 @@
-"""`--draws N`: which configurations of a search are measured on more draws of calibration samples, and why.
+"""What a search runs, batch by batch: all of it at once, or with `--draws N` and `--recover N` what its records say.
 
-Every configuration gets one draw, those that may still have the best mean of N draws by the measure of --draws-by get more
-(analysis.statistics.draws.next_draws). Each decision follows from the records of the draws that were given before it and from
-nothing else, so a search that was killed decides the same again.
+`--draws N`: every configuration gets one draw of calibration samples. Those that may still have the best mean of N draws by the
+measure of --draws-by get more (analysis.statistics.draws.next_draws).
 
-`--recover N`: which configurations are trained once all of them are measured without training, and why.
+`--recover N`: a training takes longer than everything else of a trial. So of each model and pruning ratio N are trained of those
+that may still be the most accurate (the confidence set, docs/analysis.md), on each draw of calibration samples that they were
+given. Accuracy cannot tell these apart; the log-probability of right choices, which says more per item, does: the N with the
+highest, or, where tasks have none, the N most accurate.
 
-A training takes longer than everything else of a trial. So of each model and pruning ratio N are trained of those that may still be
-the most accurate (the confidence set, docs/analysis.md), on each draw of calibration samples that they were given. Accuracy cannot
-tell these apart; the log-probability of right choices, which says more per item, does: the N with the highest, or, where tasks have
-none, the N most accurate. That follows from the records alone, so a search that was killed decides the same again.
+Each decision follows from the records of the trials that were given before it and from nothing else, so a search that was killed
+decides the same again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tune_prune.analysis.input.items import GOLD
-from tune_prune.analysis.input.study import Study
+from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.statistics.draws import draw_variance, next_draws, of_control
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
 from tune_prune.analysis.statistics.rules import NEEDS, score, score_columns
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.hyperparameters import RECIPE
-from tune_prune.core.records import TrialRecord
-from tune_prune.tuning.plan import ModelPlan, Plan
+from tune_prune.core.ledger import Experiment
+from tune_prune.core.records import TrialRecord, failure_counts, may_pass
+from tune_prune.core.terminal import say
+from tune_prune.tuning import experiment
+from tune_prune.tuning.plan import Plan
+from tune_prune.tuning.work import TrialSpec
 
 _BEST = {
     "accuracy": "the most accurate",
@@ -41,15 +42,80 @@ _BEST = {
 
 
 @dataclass(frozen=True)
-class Round:
-    """What one decision gave to the configurations of one model."""
+class Batch:
+    """Trials that are run before the next decision; those that the ledger holds are not run again."""
+
+    trials: Sequence[TrialSpec]
+    may_stop: bool = True  # whether the scheduler and the KL filter stop trials early
+
+
+class Rounds:
+    """The batches of a plan, each by the records of those before it. `given`: keys of the trials that are to be run so far."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._held = plan.held
+        self.given = plan.first_trials
+        self._batches = self._decided() if plan.decides else iter([Batch(plan.trials)])
+
+    def next(self, held: Experiment) -> Batch | None:
+        """Return what is to be run next by what the experiment has `held` since the last batch; None at the end."""
+        self._held = held
+        return next(self._batches, None)
+
+    def _decided(self) -> Iterator[Batch]:
+        """Yield what no decision is made for, then draw by draw those that may still be the best, then with training the best of
+        them. What has failed for a reason that may pass is tried once more before a decision, and left out if it fails again.
+        Only the first trials may be stopped early: a mean over draws needs all of them."""
+        plan, settings = self._plan, self._plan.settings
+        failed_before = {record.key for record in self._held.records if record.status == "failed"}
+        draws, run, may_stop = Draws(plan), set[str](), True
+        while self.given > run:
+            yield self._batch(self.given - run, may_stop)
+            if again := {
+                one.key: one.failure for one in self._given() if may_pass(one) and one.key not in failed_before
+            }:
+                say(f"again        {failure_counts(again.values())}: tried once more before anything is decided")
+                failed_before |= again.keys()
+                finished = self._held.finished.keys() & self.given  # what a race judges it beside
+                yield self._batch(finished | again.keys(), may_stop)
+            may_stop, run = False, set(self.given)
+            if settings.draws is not None:
+                decisions, keys = draws.decide(self._findings(), self.given)
+                self.given |= keys
+                self._held = experiment.write_given(self._held, plan, self.given, draws=draws.decisions)
+                _say_all("draws", decisions)
+        if settings.recover is not None:
+            trained, keys = to_train(plan, self._findings(), self.given)
+            self._held = experiment.write_given(self._held, plan, self.given | keys, recovered=trained)
+            _say_all("recovery", trained)
+            yield self._batch(keys, may_stop)
+
+    def _batch(self, keys: Collection[str], may_stop: bool) -> Batch:
+        return Batch([spec for spec in self._plan.trials if spec.key in keys], may_stop)
+
+    def _given(self) -> list[TrialRecord]:
+        return [record for record in self._held.records if record.key in self.given]
+
+    def _findings(self) -> Findings:
+        held = self._held
+        return find(study_of_search(self._plan.experiment_dir, held.about or {}, held.baselines, self._given()))
+
+
+def _say_all(name: str, decisions: Sequence[object]) -> None:
+    for decision in decisions:
+        say(f"{name:<12} {decision}")
+
+
+@dataclass(frozen=True)
+class MoreDraws:
+    """What one decision of --draws gave to the configurations of one model."""
 
     model: str  # label, with the pruning ratio where there are several
     draws: Mapping[str, int]  # configuration -> the number of the draw that it gets: 2 is its second
     of: int  # configurations that were compared
-    spread_points: (
-        float | None
-    )  # standard deviation of a draw's accuracy on these items; None where nobody had two draws, and by nats
+    # Standard deviation of a draw's accuracy on these items; None where nobody had two draws, and by nats.
+    spread_points: float | None
     freedom: int  # degrees of freedom of that
     others: float | None  # chance that one of those which got none would have won
     by: str = "accuracy"  # the measure of --draws-by
@@ -69,70 +135,52 @@ class Round:
             f"({self.freedom} degrees of freedom)"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def first_given(plan: Plan, model: ModelPlan) -> set[str]:
-    """The keys of those trials of a model that no decision is made for: with --draws of the first draw, with --recover without
-    training."""
-    own = (None, model.run.seed) if plan.settings.draws is not None else None
-    return {
-        key for config, key in model.trials if (own is None or config.seed in own) and not is_withheld(plan, config)
-    }
-
 
 class Draws:
-    """The draws of a plan: all of them are its trials, and `given` are the keys of those that are to be run."""
+    """The draws of each configuration of a plan, and the `decisions` about them so far. Those with training are left out."""
 
-    def __init__(self, plan: Plan, study: Callable[[Sequence[TrialRecord]], Study]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._seed, self._by = plan.settings.seed, plan.settings.draws_by
-        self._study = study
         self._draws: dict[str, list[str]] = {}  # key of a first draw -> of all draws, in order
         self._first: dict[str, str] = {}  # key of a draw -> of the first
+        self.decisions: list[MoreDraws] = []
         by_config: dict[tuple[str, PruningConfig], str] = {}
-        for model in plan.models:
-            for config, key in model.trials:  # the run's own draw stands first
-                if is_withheld(plan, config):
-                    continue
-                first = by_config.setdefault((model.run.label, replace(config, seed=None)), key)
-                self._draws.setdefault(first, []).append(key)
-                self._first[key] = first
-        self.given = set().union(*(first_given(plan, model) for model in plan.models))
-        self.rounds: list[Round] = []
+        for spec in plan.trials:  # the run's own draw stands first
+            if not plan.is_withheld(spec.config):
+                first = by_config.setdefault((spec.run.label, replace(spec.config, seed=None)), spec.key)
+                self._draws.setdefault(first, []).append(spec.key)
+                self._first[spec.key] = first
 
-    def decide(self, records: Collection[TrialRecord]) -> bool:
-        """Give draws by the records of those that were given; whether there were any to give. Raises UserError where nothing of the
-        measure of --draws-by is among them."""
-        found = find(self._study([record for record in records if record.key in self.given]))
-        decided = [self._round(model) for model in found.models.values()]
-        self.rounds += [one for one, keys in decided if keys]
-        new = {key for _, keys in decided for key in keys}
-        self.given |= new
-        return bool(new)
+    def decide(self, findings: Findings, given: Collection[str]) -> tuple[list[MoreDraws], set[str]]:
+        """Return which draws are given by the `findings` of those that were `given`, and their keys; none at the end.
 
-    def _round(self, found: ModelFindings) -> tuple[Round, list[str]]:
-        rows, scores = found.eligible, score(found.eligible, self._by)
+        Raises UserError where no trial has the measure of --draws-by."""
+        decided = [self._decide(model, given) for model in findings.models.values()]
+        new = [decision for decision, keys in decided if keys]
+        self.decisions += new
+        return new, {key for _, keys in decided for key in keys}
+
+    def _decide(self, model: ModelFindings, given: Collection[str]) -> tuple[MoreDraws, list[str]]:
+        rows, scores = model.eligible, score(model.eligible, self._by)
         if np.isnan(scores).all():
             raise UserError(
-                f"--draws-by {self._by} needs {NEEDS[self._by]}, which no complete trial of {found.model.label} has; use "
+                f"--draws-by {self._by} needs {NEEDS[self._by]}, which no complete trial of {model.model.label} has; use "
                 "--draws-by accuracy"
             )
-        between = draw_variance(of_control(found.draws, False), found.interactions, score_columns(rows, self._by))
+        between = draw_variance(of_control(model.draws, False), model.interactions, score_columns(rows, self._by))
         firsts = [self._first[key] for key in rows["key"]]
-        had = np.array([len(self.given & set(self._draws[first])) for first in firsts])
-        # A draw that has failed is in no mean, and never will be; what has had all its draws moves no more, as a method that reads
-        # no seed with its first
+        had = np.array([len({*self._draws[first]} & {*given}) for first in firsts])
+        # A draw that has failed is in no mean, and never will be. A configuration that has had all its draws moves no more; one
+        # whose method reads no seed has had them with its first.
         counts = rows["draws"].to_numpy()
         most = np.array([len(self._draws[first]) for first in firsts]) - (had - counts)
-        number = len(self.rounds)
-        generator = np.random.default_rng(seed_for(self._seed, f"draws of {found.model.label}, {number}"))
+        generator = np.random.default_rng(seed_for(self._seed, f"draws of {model.model.label}, {len(self.decisions)}"))
         wanted, chances = next_draws(np.nan_to_num(scores, nan=-np.inf), counts, most, between, generator)
         names, places = rows["name"].tolist(), np.flatnonzero(wanted)
         spread = None if between is None else between.mean_square**0.5
         in_points = self._by == "accuracy"
-        one = Round(
-            found.model.label,
+        decision = MoreDraws(
+            model.model.label,
             {names[place]: int(had[place]) + 1 for place in places},
             len(rows),
             None if spread is None or not in_points else 100 * spread,
@@ -141,12 +189,12 @@ class Draws:
             self._by,
             None if in_points else spread,
         )
-        return one, [self._draws[firsts[place]][had[place]] for place in places]
+        return decision, [self._draws[firsts[place]][had[place]] for place in places]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained of one model."""
+    """What --recover trains of one model."""
 
     model: str  # label, with the pruning ratio where there are several
     configurations: tuple[str, ...]  # without training, the best first
@@ -162,46 +210,25 @@ class Trained:
         by = "the likelihood of right answers" if self.by == GOLD else "accuracy"
         return f"{self.model}: training {which} of {self.of}, by {by}{shown}{more}"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def is_withheld(plan: Plan, config: PruningConfig) -> bool:
-    """Whether that trial has to wait for the decision."""
-    return plan.settings.recover is not None and config.recovery != PruningConfig.recovery
-
-
-def expected(plan: Plan, configs: Iterable[PruningConfig]) -> list[PruningConfig]:
-    """Those of a model's configurations that the search runs at most: of the trained ones so many of each ratio and draw."""
-    most, counts, found = plan.settings.recover, Counter[tuple[Any, ...]](), []
-    for config in configs:
-        trained = (getattr(config, name) for name, row in RECIPE.items() if row.of == "recovery")
-        of = config.pruning_ratio, config.seed, *trained
-        counts[of] += is_withheld(plan, config)
-        if most is None or not is_withheld(plan, config) or counts[of] <= most:
-            found.append(config)
-    return found
-
-
-def choose(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list[Trained], set[str]]:
-    """What is trained by the `findings` of what was `given` (trial keys), and the keys of those trials."""
-    chosen, keys = [], set()
-    for found in findings.models.values():
-        tied = found.eligible[found.eligible["in_confidence_set"]]
+def to_train(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list[Trained], set[str]]:
+    """Return what is trained by the `findings` of what was `given` (trial keys), and the keys of those trials."""
+    chosen, keys = [], set[str]()
+    for model in findings.models.values():
+        tied = model.eligible[model.eligible["in_confidence_set"]]
         by = GOLD if GOLD in tied and tied[GOLD].notna().all() else "acc_mean"
         # By accuracy they are in that order already.
         ordered = tied.sort_values(GOLD, ascending=False, kind="stable") if by == GOLD else tied
         best = ordered.head(plan.settings.recover)
-        chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(tied), by))
-        for model in plan.models:
-            by_key = {key: config for config, key in model.trials}
+        chosen.append(Trained(model.model.label, tuple(best["name"]), len(model.eligible), len(tied), by))
+        for of_model in plan.models:
+            by_key = {spec.key: spec.config for spec in of_model.trials}
             untrained = {config: key for key, config in by_key.items()}
             wanted = {replace(by_key[key], seed=None) for key in best["key"] if key in by_key}
-            keys |= {
-                key
-                for key, config in by_key.items()
-                if is_withheld(plan, config)
-                and replace(config.untrained(), seed=None) in wanted
-                and untrained.get(config.untrained(), untrained.get(replace(config.untrained(), seed=None))) in given
-            }
+            for key, config in by_key.items():
+                before = config.untrained()
+                any_draw = replace(before, seed=None)
+                if plan.is_withheld(config) and any_draw in wanted:
+                    # A method that reads no seed has one draw of the untrained configuration, and several trained ones.
+                    keys |= {key} if untrained.get(before, untrained.get(any_draw)) in given else set()
     return chosen, keys

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -46,13 +46,15 @@ class OptunaSearcher:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         known = list(known)
-        labels = labels_of_groups(specs)
         self._specs = {spec.key: spec for spec in specs}
-        self._groups = labels
-        self._studies: dict[str, _Study] = {}  # by group's label
-        for label in dict.fromkeys(labels.values()):
-            members = [spec for spec in specs if labels[spec.key] == label]
-            self._studies[label] = _Study(members, num_trials, seed_for(seed, f"optuna {label}"), known, objective)
+        self._groups = labels_of_groups(specs)
+        members: dict[str, list[TrialSpec]] = {}
+        for spec in specs:
+            members.setdefault(self._groups[spec.key], []).append(spec)
+        self._studies = {
+            label: _Study(of_group, num_trials, seed_for(seed, f"optuna {label}"), known, objective)
+            for label, of_group in members.items()
+        }
 
     @property
     def remaining(self) -> int:
@@ -60,19 +62,17 @@ class OptunaSearcher:
         return sum(study.remaining for study in self._studies.values())
 
     def ask(self) -> TrialSpec | None:
-        """The next trial; None when all are asked for."""
-        for study in self._studies.values():
-            if study.remaining:
-                return self._specs[study.ask()]
-        return None
+        """Return the next trial; None when all are asked for."""
+        study = next((study for study in self._studies.values() if study.remaining), None)
+        return None if study is None else self._specs[study.ask()]
 
     def report(self, spec: TrialSpec, message: TrialMessage) -> None:
-        """What a trial has reached so far."""
+        """Take what a trial has reached so far."""
         self._studies[self._groups[spec.key]].report(spec.key, message)
 
-    def tell(self, spec: TrialSpec, last: TrialMessage | None, error: bool = False) -> None:
-        """How a trial has ended, after the message `last`."""
-        self._studies[self._groups[spec.key]].tell(spec.key, last, error)
+    def tell(self, spec: TrialSpec, last: TrialMessage | None) -> None:
+        """Take how a trial has ended: the message `last`, if it has sent any."""
+        self._studies[self._groups[spec.key]].tell(spec.key, last)
 
 
 class _Study:
@@ -85,9 +85,13 @@ class _Study:
         self._known: set[str] = set()  # metrics that a trial has had
         self._keys = {spec.config: spec.key for spec in specs}
         ordered = sorted(self._keys, key=lambda config: config.order)
-        self._levels = _levels(self._keys)
-        # By kind what all of it have: TPE does not know that damping means nothing without a refit, nor removal_power to taylor.
-        self._unread = {kind: _common(members) for kind, members in _by_kind(self._keys).items()}
+        values = [vars(config) for config in ordered]
+        # The values that each hyperparameter takes, sorted, None first.
+        self._levels = {
+            name: sorted({row[name] for row in values}, key=lambda value: (value is not None, value))
+            for name in values[0]
+        }
+        self._unread = _unread(ordered)
         self._random = random.Random(seed)
         self._live: dict[str, optuna.trial.Trial] = {}  # by trial key
         self._steps: dict[str, int] = {}  # the last that each has reported
@@ -104,42 +108,49 @@ class _Study:
             self._study.add_trial(self._finished_trial(config, record))
 
     def ask(self) -> str:
-        """The key of an unseen configuration, which is seen from now on."""
+        """Return the key of an unseen configuration, which is seen from now on."""
         if self._again:
-            trial, config = None, self._again.pop(0)
+            config = self._again.pop(0)
+            trial = self._enqueued(config)
         else:
             trial = self._study.ask(self._distributions())
             config = self._config(trial.params)
-        if trial is not None and config not in self._unseen:
-            self._study.tell(trial, state=TrialState.FAIL)
-            meant = replace(config, **self._unread.get(_kind(config), {}))
-            trial, config = None, meant if meant in self._unseen else self._random.choice(self._unseen)
-        if trial is None:
-            self._study.enqueue_trial(self._params(config))
-            trial = self._study.ask(self._distributions())
+            if config not in self._unseen:
+                self._study.tell(trial, state=TrialState.FAIL)
+                meant = replace(config, **self._unread.get(_kind(config), {}))
+                config = meant if meant in self._unseen else self._random.choice(self._unseen)
+                trial = self._enqueued(config)
         self._unseen.remove(config)
         self._live[self._keys[config]] = trial
         self.remaining -= 1
         return self._keys[config]
 
-    def report(self, key: str, message: TrialMessage | None) -> None:
-        value = self._value(message)
-        if message is not None and message.record.accuracy is not None and value is not None:
-            self._report(key, message, value)
+    def _enqueued(self, config: PruningConfig) -> optuna.trial.Trial:
+        self._study.enqueue_trial(self._params(config))
+        return self._study.ask(self._distributions())
 
-    def _report(self, key: str, message: TrialMessage, value: float) -> None:
-        """Optuna keeps the first value of a step, and warns of another: small slices end at equal counts of items."""
-        if message.stage is not None and (step := message.stage.items_scored) > self._steps.get(key, -1):
-            self._live[key].report(value, step)
-            self._steps[key] = step
+    def report(self, key: str, message: TrialMessage) -> None:
+        """Take what a trial has measured of its items so far."""
+        if message.record.accuracy is not None:
+            self._report(key, message)
 
-    def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
-        """Complete, failed or stopped: PRUNED keeps TPE from taking a partial value for a final one. Of what was stopped before its
-        items (step 0) only the KL can be known, which is final."""
-        status = "failed" if error or message is None else message.record.status
-        value = self._value(message)
-        if status == "running" and value is not None and message is not None:
-            self._report(key, message, value)
+    def _report(self, key: str, message: TrialMessage) -> None:
+        # Optuna keeps the first value of a step, and warns of another: small slices end at equal counts of items.
+        value = self._value(message.record.metrics)
+        if message.stage is None or value is None or message.stage.items_scored <= self._steps.get(key, -1):
+            return
+        self._steps[key] = message.stage.items_scored
+        self._live[key].report(value, self._steps[key])
+
+    def tell(self, key: str, last: TrialMessage | None) -> None:
+        """Take how a trial has ended: complete, failed or, where it was still running, stopped.
+
+        PRUNED keeps TPE from taking a partial value for a final one. Of what was stopped before its items (step 0) only the KL can
+        be known, which is final."""
+        status = "failed" if last is None else last.record.status
+        value = None if last is None else self._value(last.record.metrics)
+        if status == "running" and last is not None:
+            self._report(key, last)
         trial = self._live.pop(key)
         self._steps.pop(key, None)
         if status == "running":
@@ -149,71 +160,63 @@ class _Study:
         else:
             self._study.tell(trial, state=TrialState.FAIL)
 
-    def _value(self, message: TrialMessage | None) -> float | None:
-        """What Optuna maximises, of what is known of a trial; None where that is not there, or not finite."""
-        value = math.nan if message is None else self._measured(message.record.metrics)
-        return None if math.isnan(value) else value
-
-    def _measured(self, metrics: Mapping[str, float]) -> float:
-        """NaN where it is not known."""
+    def _value(self, metrics: Mapping[str, float]) -> float | None:
+        """Return what Optuna maximises; None where it is not known, or no number."""
         self._known |= metrics.keys()
         value = measured(metrics, self._objective, self._known)
-        return comparable(value) if self._objective == "accuracy" else value
+        value = comparable(value) if self._objective == "accuracy" else value
+        return None if math.isnan(value) else value
 
     def _distributions(self) -> dict[str, BaseDistribution]:
-        """Numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing; methods and shapes have no order."""
+        """Return where each hyperparameter may lie: numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing;
+        methods and shapes have no order."""
         return {
             name: CategoricalDistribution(levels) if _is_text(name) else IntDistribution(0, len(levels) - 1)
             for name, levels in self._levels.items()
         }
 
-    def _config(self, params: dict[str, Any]) -> PruningConfig:
+    def _config(self, params: Mapping[str, Any]) -> PruningConfig:
         values = {name: value if _is_text(name) else self._levels[name][value] for name, value in params.items()}
         return PruningConfig(**values)
 
     def _params(self, config: PruningConfig) -> dict[str, Any]:
-        values = asdict(config)
+        values = vars(config)
         return {
             name: values[name] if _is_text(name) else levels.index(values[name])
             for name, levels in self._levels.items()
         }
 
     def _finished_trial(self, config: PruningConfig, record: TrialRecord) -> optuna.trial.FrozenTrial:
-        value = self._measured(record.metrics)
-        steps = [stage.items_scored for stage in record.stages if stage.items_scored]
-        complete = record.status == "complete" and math.isfinite(value)
+        value = self._value(record.metrics)
+        complete = record.status == "complete" and value is not None
         stopped = record.status == "stopped_early"
+        steps = [stage.items_scored for stage in record.stages]
         return optuna.trial.create_trial(
             params=self._params(config),
             distributions=self._distributions(),
             state=TrialState.COMPLETE if complete else TrialState.PRUNED if stopped else TrialState.FAIL,
             value=value if complete else None,
-            intermediate_values={max(steps, default=0): value} if stopped and math.isfinite(value) else {},
+            intermediate_values={max(steps, default=0): value} if stopped and value is not None else {},
         )
 
 
 def _kind(config: PruningConfig) -> tuple[str, str, str]:
-    """What decides which other hyperparameters a configuration reads."""
+    """Return what decides which other hyperparameters a configuration reads."""
     return config.method, config.compensation, config.recovery
 
 
-def _by_kind(configs: Iterable[PruningConfig]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
-    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+def _unread(configs: Iterable[PruningConfig]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Return by kind the values that all configurations of the kind have.
+
+    TPE does not know that damping means nothing without a refit, nor removal_power to taylor, and proposes them with any value.
+    """
+    common: dict[tuple[str, str, str], dict[str, Any]] = {}
     for config in configs:
-        found.setdefault(_kind(config), []).append(vars(config))
-    return found
-
-
-def _common(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values that all `rows` agree in."""
-    return {name: value for name, value in rows[0].items() if all(row[name] == value for row in rows)}
+        values = vars(config)
+        rest = common.setdefault(_kind(config), dict(values))
+        common[_kind(config)] = {name: value for name, value in rest.items() if values[name] == value}
+    return common
 
 
 def _is_text(name: str) -> bool:
     return HYPERPARAMETERS[name].kind.is_text
-
-
-def _levels(configs: Iterable[PruningConfig]) -> dict[str, list[Any]]:
-    """The values that each hyperparameter takes, sorted, by its name."""
-    rows = [vars(config) for config in configs]
-    return {name: sorted({row[name] for row in rows}, key=lambda value: (value is not None, value)) for name in rows[0]}

@@ -58,21 +58,21 @@ class SearchSpace:
 
     @property
     def combinations(self) -> int:
-        """Of all values: at least as many as there are points."""
+        """How many combinations its values have: at least as many as there are configurations."""
         return prod(map(len, self.values.values()))
 
     @property
     def size(self) -> int:
         """How many configurations there are at each pruning ratio."""
-        return len(self.points()) // len(self.values["pruning_ratio"])
+        return len(self._points()) // len(self.values["pruning_ratio"])
 
     @property
     def largest_group(self) -> int:
-        """How many configurations are compared with each other, at most: those at one pruning ratio with one recovery."""
-        return max(Counter((point["pruning_ratio"], point["recovery"]) for point in self.points()).values())
+        """The most configurations that are compared with each other: those at one pruning ratio with one recovery."""
+        return max(Counter((point["pruning_ratio"], point["recovery"]) for point in self._points()).values())
 
-    def points(self) -> list[dict[str, Any]]:
-        """Every distinct configuration as its values, methods innermost: neighbours share their passes.
+    def _points(self) -> list[dict[str, Any]]:
+        """Return the values of every distinct configuration, methods innermost: neighbours share their passes.
 
         Configurations that differ only in what their method does not read are one: it has the first value of each such list (one
         step), and the run's seed. So are those without a refit, or a recovery, that differ only in what one reads: they have its
@@ -93,24 +93,24 @@ class SearchSpace:
         return list(points.values())
 
     def configs(self) -> tuple[PruningConfig, ...]:
-        """The points as configurations; no shape may lack its number."""
-        return tuple(PruningConfig(**point) for point in self.points())
+        """Return its distinct configurations; no shape may lack its number."""
+        return tuple(PruningConfig(**point) for point in self._points())
 
 
 def folder() -> Path:
-    """Where the search spaces that come with tune_prune are: in the installed package, or beside a checkout's."""
+    """Return where the search spaces of tune_prune are: in the installed package, or beside that of a checkout."""
     package = Path(tune_prune.__file__).parent
     installed = package / "search_spaces"
     return installed if installed.is_dir() else package.parent / "search_spaces"
 
 
 def names() -> tuple[str, ...]:
-    """The search spaces that come with tune_prune."""
+    """Return the names of the search spaces that come with tune_prune."""
     return tuple(sorted(path.stem for path in folder().glob("*.yaml")))
 
 
 def load(name_or_path: str) -> SearchSpace:
-    """The search space of that name (one of `names()`) or in that YAML file.
+    """Return the search space of that name (one of `names()`) or in that YAML file.
 
     Raises UserError with one line per problem: `<file>:<line>: <problem>`.
     """
@@ -162,7 +162,7 @@ class _Reader:
             self._problem(
                 nodes[name], f"{name} is read by no trial; add `{switch.name}: {switch.example}`, or remove it"
             )
-        alone = [name for name, found in reads.items() if "steps" not in found]
+        alone = [name for name, read in reads.items() if "steps" not in read]
         if alone and 1 not in values["steps"]:
             self._problem(nodes["steps"], f"steps lists no 1, but {alone[0]} {NO_STEPS}; add 1, or remove {alone[0]}")
         for method, by in product(methods, given.get("normalization", ())):
@@ -191,7 +191,7 @@ class _Reader:
         self.problems.append((node.start_mark.line + 1, node.start_mark.column + 1, text))
 
     def _mapping(self, text: str) -> dict[str, yaml.Node]:
-        """The nodes of the known keys; a file that is no mapping at all ends the reading here."""
+        """Return the nodes of the known keys; a file that is no mapping at all ends the reading here."""
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
@@ -233,7 +233,7 @@ class _Reader:
         return None
 
     def _values(self, name: str, node: yaml.Node) -> tuple[Any, ...]:
-        """Those of a list, or the one of a scalar; fewer after noting a problem."""
+        """Return the values of a list, or the one of a scalar; fewer after noting a problem."""
         row = HYPERPARAMETERS[name]
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not items:
@@ -254,8 +254,9 @@ class _Reader:
         return tuple(values)
 
     def _value(self, name: str, kind: Kind, node: yaml.Node) -> Any:
-        """The value of a scalar, or None after noting a problem. Numbers are read as Python does: YAML 1.1 takes 1e-1 for text
-        and 010 for eight."""
+        """Return the value of a scalar, or None after noting a problem.
+
+        Numbers are read as Python does: YAML 1.1 takes 1e-1 for text and 010 for eight."""
         if isinstance(node, yaml.ScalarNode) and (_is(node, "str") if kind.is_text else node.style is None):
             with suppress(ValueError):
                 return kind.read(node.value)
@@ -263,7 +264,7 @@ class _Reader:
         return None
 
     def _check_num_trials(self, nodes: dict[str, yaml.Node], space: SearchSpace) -> None:
-        """What several keys say together."""
+        """Note where num_trials does not fit the other keys."""
         node = nodes.get("num_trials")
         if space.search == "grid" and node is not None:
             self._problem(node, "num_trials has no meaning for `search: grid`, which tries every point; remove it")
@@ -286,7 +287,7 @@ def _is(node: yaml.Node, kind: str) -> bool:
 
 
 def _shown(node: yaml.Node) -> str:
-    """How an error shows a value: what the user wrote, and its type where that is the surprise."""
+    """Return how an error shows a value: what the user wrote, and its type where that is the surprise."""
     if not isinstance(node, yaml.ScalarNode):
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
     if _is(node, "bool"):

@@ -1,22 +1,24 @@
-"""What decides, after every stage of a trial, whether the trial goes on.
+"""Early stopping: a rule decides, after every stage of a trial, whether the trial goes on. Nothing waits for anything.
 
-What a race compares item by item: whether an item is right, or the log-probability of its right choice.
+A trial is compared with the trials of its group alone: one model, pruning ratio, recovery and draw of calibration samples.
 
-A measure says where its scores stand in a worker's message and in items.parquet, how they become numbers, and what one
-item that was not seen yet can weigh; the rule itself (tune_prune.tuning.stopping) is the same for both.
+RaceRule       `--scheduler race` and `race-gold`: paired differences on the same items say that it cannot be the best
+AshaRule       `--scheduler asha`: it is below the median of those before it
+KlFilterRule   `--kl-filter`, before any of them: its predictions have moved far more than those of the trials before it
 
-Racing: a configuration is out of the search once paired differences on the same items say that it cannot be the best.
+## The race
+
+A configuration is out of the search once paired differences on the same items say that it cannot be the best.
 
 Trials are measured on nested slices of every task's items, the same items in the same order for all. After each slice
 but the last (a look) a trial is compared with every other trial, each pair on all items that both have seen. Racing as
 such is Maron and Moore's (Hoeffding races, NIPS 1993); there the items bound the differences, here their spread does.
-What is compared is a measure (tune_prune.tuning.stopping): whether an item is right, or the log-probability of
-its right choice.
+What is compared is a `Measure`: whether an item is right, or the log-probability of its right choice.
 
 Guarantee. With probability >= `confidence` the configuration that would come out best on ALL items is never stopped,
 however trials are ordered and however many run at a time. The probability is over the random order of the items; models
 and items are fixed. It is an approximation by the normal distribution, with a guard for small numbers below, and is held
-by simulation (tests/tuning/test_racing.py and test_race_gold.py), not a bound for every conceivable
+by simulation (tests/tuning/test_racing.py), not a bound for every conceivable
 set of scores.
 
 The rule. k tasks; n_t of a task's N_t items have been seen; d_i is rival minus trial on item i: of accuracies -1, 0 or 1.
@@ -42,149 +44,139 @@ anything is stopped, and rounding errors cannot.
 Log-probabilities have no bound, heavy tails and skewed differences: a model may be a little ahead on most items and far
 behind on a few. L is the largest win of the trial on an item that both have seen, or three root mean squares of d_i where
 that is more. Squares about 0 and not about their mean, and no quantile of Student's t: where d_i is skewed a small sample
-without the large losses of the rival has a small variance as well. Simulations say how much that is: the best trial and 19
-rivals of equal means, 400 runs each on seven tasks of 240 items, on tasks of 12, 30 and 400, and on one of 120. How often
-the best was stopped, by sample variances with t quantiles, by squares about 0 alone, and by this rule:
-
-    normal, or Student's t with 3 degrees of freedom      2 to  5%     2 to  5%     0 to 1%
-    the rivals' losses are exponential                   18 to 57%    18 to 32%     0 to 1%
-    the rivals' losses are lognormal                     42 to 88%    43 to 75%     0 to 4%
-
-Symmetric differences need no guard: their signs make D / sqrt(V) sub-Gaussian whatever their sizes are (Efron, JASA 1969).
-What no sample can show the rule does not see: a rival that loses 30 nats on one item in a hundred and is a little ahead on the
+without the large losses of the rival has a small variance as well (simulations of both: docs/studies/methods.md). What no
+sample can show the rule does not see: a rival that loses 30 nats on one item in a hundred and is a little ahead on the
 others is taken for what it is on those until such an item comes.
 
 A trial with a score that is not finite sits out from there on: no rival stops it, and it stops none.
-
-Early stopping by racing (tune_prune.tuning.stopping) as a rule: one race per model, pruning ratio and draw of
-calibration samples, nothing waits for anything.
-
-A message says the outcome of every item that a slice adds, and the log-probability of its right choice. The trial goes on,
-or is stopped at once. Trials that an earlier start of the search completed go on eligible; those that it stopped have left
-no items and do not.
-
-Early stopping of weak trials by asynchronous successive halving (ASHA, Li et al. 2020, arXiv:1810.05934), per model and
-pruning ratio.
-
-A trial is compared, at each level, with the trials of its own model and ratio that reached that level before it, and goes
-on if its accuracy is at least their median: accuracies of other models and sizes say nothing about it. The levels are the
-first slice with a quarter of the zero-shot items and its doublings. Finer slices before it are no levels: ASHA stops about
-half of the trials at its first level, whether the items can tell them apart or not. From a sixteenth of the items it spent
-27% of the tokens instead of 50% on 200 simulated grids, but stopped the best
-configuration in 2.5% of them. A search that is started again compares with the trials of that start only.
-
-A filter by KL: a trial whose predictions have moved far more than those of earlier trials ends before perplexity and items.
-
-Every trial measures KL(dense || pruned) on text and on questions first, which costs little beside its zero-shot items: the lowest
-rung of a search by growing fidelities, as ASHA's are (tune_prune.tuning.stopping). A trial is stopped there if
-
-    kl_text > FACTOR * median(kl_text of the trials before it)   and   kl_tasks > FACTOR * median(kl_tasks of the same)
-
-over at least FEWEST trials of its group. Both have to be far off, as a method may move the text alone. The KLs of stopped trials
-count as well, else the median would fall with every one that is stopped. KL tells bad configurations from good ones, not good ones
-from each other: no guarantee comes with it (docs/studies/methods.md says what it would have done to finished searches).
 """
 
 from __future__ import annotations
 
 import math
+import random
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import trial_file
 from tune_prune.core.measures import MEASURES, comparable
 from tune_prune.core.records import Slice, TrialRecord
-from tune_prune.core.store import Location
+from tune_prune.core.store import ITEMS, TRIALS, Location
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.work import TrialSpec, groups_of_draws
 
+if TYPE_CHECKING:
+    from tune_prune.tuning.plan import SearchSettings
+
+FACTOR = 1.5  # of the median, above which a KL is too large
+FEWEST = 5  # trials before: the median of fewer says little
+KLS = MEASURES["kl"][1]  # kl_text, kl_tasks
+REDUCTION_FACTOR = 2  # of ASHA: the better half goes on, so the limit is the median
+SMALLEST_LEVEL = 0.25  # of ASHA, of the items
+TYPICAL = 3.0  # root mean squares: what a log-probability may differ by where nothing larger was seen
+
+ItemValues = str | Sequence[float]  # of one task's items, as messages have them
+
 
 class StoppingRule:
-    """Stops no trial: what a search without early stopping has, and what the others override."""
+    """Stops no trial: the rule of a search without early stopping, and what the others override."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}  # why a trial was stopped, by its key, for the ledger
 
     def stops(self, message: TrialMessage) -> bool:
-        """Whether the trial ends here, though it could go on. If so, its reason stands in `reasons`."""
+        """Say whether the trial ends here, though it could go on. If so, its reason stands in `reasons`."""
         return False
 
     def forget(self, key: str) -> None:
-        """A trial has failed: what it has measured so far stops no other, as it will never be the best."""
+        """Compare nothing with a trial that has failed, as it will never be the best."""
 
 
-ItemValues = str | Sequence[float]  # of one task's items, as messages have them
-TYPICAL = 3.0  # root mean squares: what a log-probability may differ by where nothing larger was seen
+def rule_of(
+    settings: SearchSettings,
+    specs: Mapping[str, TrialSpec],
+    finished: Sequence[TrialRecord],
+    experiment_dir: Location,
+    may_stop: bool = True,
+) -> StoppingRule:
+    """Return the rule that a search asks for, with the `finished` trials of earlier starts in it. `specs`: all that it may run."""
+    rule = StoppingRule()
+    if not may_stop:
+        return rule
+    if settings.scheduler == "asha":
+        rule = AshaRule(specs)
+    elif settings.scheduler in RACES:
+        measure, known = RACES[settings.scheduler], {}
+        for record in finished:
+            if record.status == "complete":
+                slices = len(specs[record.key].run.protocol.slices)
+                known[record.key] = read_outcomes(experiment_dir / TRIALS / record.key / ITEMS, slices, measure)
+        rule = RaceRule(specs, known, measure=measure)
+    return KlFilterRule(specs, finished, rule) if settings.kl_filter else rule
 
 
-class Measure(Protocol):
-    """A score that every trial has of the same items."""
+def in_random_order(specs: Iterable[TrialSpec], seed: int) -> list[TrialSpec]:
+    """Return every model's trials in random order, which is the same at every start.
 
-    columns: tuple[str, ...]  # of items.parquet, besides task and slice
+    In the grid's order a race whose best come last would stop few, and the first medians of KL would be of one method."""
+    by_run: defaultdict[Any, list[TrialSpec]] = defaultdict(list)
+    for spec in specs:
+        by_run[spec.run].append(spec)
+    for run, of_model in by_run.items():
+        random.Random(seed_for(seed, f"race order {run.label}")).shuffle(of_model)
+    return [spec for of_model in by_run.values() for spec in of_model]
+
+
+class Measure:
+    """A score that every trial has of the same items. This one is accuracy: right or wrong, so an item can differ by 1."""
+
+    columns: tuple[str, ...] = ("score",)  # of items.parquet, besides task and slice
 
     def in_message(self, part: Slice) -> Mapping[str, ItemValues]:
-        """The scores of the items that a slice adds, by task."""
-
-    def sizes(self, part: Slice) -> Mapping[str, int]:
-        """How many items of each task have a score in the whole protocol; no task without any."""
-
-    def in_rows(self, rows: Iterable[tuple[Any, ...]]) -> ItemValues:
-        """The scores of the items with these values of `columns`."""
-
-    def numbers(self, values: ItemValues) -> np.ndarray:
-        """The scores [items]. Raises ValueError for what is none."""
-
-    def largest_is_at_least(self, difference: float) -> float:
-        """A bound below what `spread` gives for two trials whose means differ by that: whether to compute it at all."""
-
-    def spread(self, rival: np.ndarray, trial: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
-        """Squares of the differences [items], and by how much the trial may win an item that was not seen. `weights` [items]
-        are those of the mean."""
-
-    def text(self, difference: float, standard_error: float) -> str:
-        """A difference of means in words."""
-
-
-class Accuracy:
-    """Right or wrong, by the accuracy that a task is reported by: an item can differ by 1."""
-
-    columns: tuple[str, ...] = ("score",)
-
-    def in_message(self, part: Slice) -> Mapping[str, str]:
+        """Return the scores of the items that a slice adds, by task: "0" or "1" per item, or nats."""
         return part.outcomes
 
     def sizes(self, part: Slice) -> Mapping[str, int]:
+        """Return how many items of each task have a score in the whole protocol; no task without any."""
         return part.items_per_task
 
-    def in_rows(self, rows: Iterable[tuple[Any, ...]]) -> str:
+    def in_rows(self, rows: Iterable[tuple[Any, ...]]) -> ItemValues:
+        """Return the scores of the items with these values of `columns`."""
         return "".join("1" if score else "0" for (score,) in rows)
 
     def numbers(self, values: ItemValues) -> np.ndarray:
+        """Return the scores [items]. Raises ValueError for an outcome that is neither 0 nor 1."""
         scores = np.frombuffer(str(values).encode(), dtype=np.uint8) - ord("0")
         if scores.size and scores.max() > 1:
             raise ValueError("an outcome is neither 0 nor 1")
         return scores.astype(bool)
 
     def largest_is_at_least(self, difference: float) -> float:
+        """Return a bound below what `spread` gives for two trials whose means differ by that: whether to compute it at all."""
         return 1.0
 
     def spread(self, rival: np.ndarray, trial: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return the squares of the differences [items], and by how much the trial may win an item that was not seen (L).
+
+        `weights` [items] are those of the mean."""
         return rival != trial, 1.0
 
     def text(self, difference: float, standard_error: float) -> str:
+        """Put a difference of means in words."""
         return f"{100 * difference:.1f} ± {100 * standard_error:.1f} points"
 
 
-class GoldLogprob:
+class GoldLogprob(Measure):
     """The log-probability of the right choice in nats, as gold_logprob_<task> averages it. Items without a single right choice
     have none.
 
@@ -193,7 +185,7 @@ class GoldLogprob:
     hold no large win. Real differences have their largest at 3 to 4 of them.
     """
 
-    columns: tuple[str, ...] = ("gold", "loglikelihoods")
+    columns = ("gold", "loglikelihoods")
 
     def in_message(self, part: Slice) -> Mapping[str, Sequence[float]]:
         return part.gold_logprobs
@@ -219,7 +211,8 @@ class GoldLogprob:
         return f"{difference:.3f} ± {standard_error:.3f} nats"
 
 
-ACCURACY, GOLD_LOGPROB = Accuracy(), GoldLogprob()
+ACCURACY, GOLD_LOGPROB = Measure(), GoldLogprob()
+RACES = {"race": ACCURACY, "race-gold": GOLD_LOGPROB}  # schedulers that race, and by what
 
 
 @dataclass(frozen=True)
@@ -248,10 +241,6 @@ class Race:
         confidence: float = 0.95,
         measure: Measure = ACCURACY,
     ) -> None:
-        if not 0 < confidence < 1 or num_configs < 1 or num_slices < 1 or not task_sizes:
-            raise ValueError(
-                f"no race of {num_configs} configurations, {num_slices} slices, {len(task_sizes)} tasks at {confidence=}"
-            )
         self._num_configs = num_configs
         self._looks = num_slices - 1
         self._measure = measure
@@ -264,7 +253,7 @@ class Race:
         self._means: dict[str, list[float]] = {}  # key -> mean of the tasks' means after each slice it has reached
 
     def add(self, key: str, slice_index: int, outcomes: Mapping[str, ItemValues]) -> Verdict | None:
-        """The items that a slice adds to a trial, as task -> "0" or "1" per item, or nats, in the order that is the same for all.
+        """Take the items that a slice adds to a trial: task -> "0" or "1" per item, or nats, in the order that is the same for all.
 
         Returns a verdict if the trial should stop, else None. Slice 0 of a trial that is known starts it over (it crashed
         and was tried again). Raises ValueError for slices out of order, for items that are not those of the other trials,
@@ -294,12 +283,12 @@ class Race:
         return self._verdict(key) if slice_index < self._looks and finite else None
 
     def forget(self, key: str) -> None:
-        """Nothing is compared with this trial any more."""
+        """Compare nothing with this trial any more."""
         self._scores.pop(key, None)
         self._means.pop(key, None)
 
     def _read(self, outcomes: Mapping[str, ItemValues]) -> tuple[np.ndarray, np.ndarray]:
-        """Scores [items], task by task, and how many items each task has [k]."""
+        """Return the scores [items], task by task, and how many items each task has [k]."""
         if not outcomes.keys() <= set(self._tasks):
             raise ValueError(f"items of {sorted(outcomes.keys() - set(self._tasks))}, which are no tasks of the race")
         scores = [self._measure.numbers(outcomes.get(task, "")) for task in self._tasks]
@@ -357,7 +346,8 @@ class _Slice:
 
 
 class RaceRule(StoppingRule):
-    """Stops a trial whose verdict is in; see `tune_prune.tuning.stopping` for the rule and its guarantee.
+    """Stops a trial whose verdict is in: one race for each group. Trials that an earlier start completed go on eligible; those that
+    it stopped have left no items and do not.
 
     `specs`: every configuration that the search may visit, by key. `known`: the scores of complete trials of earlier
     starts, by key: one dict task -> items' scores for each slice, as `read_outcomes` gives them by the same `measure`.
@@ -418,8 +408,8 @@ class RaceRule(StoppingRule):
 
 
 def read_outcomes(path: Location, num_slices: int, measure: Measure = ACCURACY) -> list[dict[str, Any]]:
-    """The scores in a complete trial's items.parquet, slice by slice: task -> those of its items, in scoring order, as a message
-    would have them ("0" or "1" per item, or nats). No task without any.
+    """Return the scores in a complete trial's items.parquet, slice by slice: task -> those of its items, in scoring order, as a
+    message would have them ("0" or "1" per item, or nats). No task without any.
 
     Raises UserError if the file is missing, is no such table or holds other slices than 0 to num_slices - 1.
     """
@@ -447,13 +437,20 @@ SMALLEST_LEVEL = 0.25  # of the items; see above
 
 
 class AshaRule(StoppingRule):
-    """Stops a trial below the median of those that were at its level before it. `specs`: by trial key."""
+    """Stops a trial below the median of those that were at its level before it: asynchronous successive halving (ASHA, Li et al.
+    2020, arXiv:1810.05934). `specs`: by trial key.
+
+    The levels are the first slice with a quarter of the zero-shot items and its doublings. Finer slices before it are no levels:
+    ASHA stops about half of the trials at its first level, whether the items can tell them apart or not. From a sixteenth of the
+    items it spent 27% of the tokens instead of 50% on 200 simulated grids, but stopped the
+    best configuration in 2.5% of them. A search that is started again compares with the trials of that start only.
+    """
 
     def __init__(self, specs: Mapping[str, TrialSpec]) -> None:
         super().__init__()
         self._groups = groups_of_draws(specs.values())
-        self._levels = {key: _levels(spec.run.protocol.slices) for key, spec in specs.items()}
-        # accuracy by trial, of those that reached a level of a group
+        self._levels = {key: _levels_of_asha(spec.run.protocol.slices) for key, spec in specs.items()}
+        # The accuracies of the trials that reached a level, by group and level.
         self._reached: defaultdict[tuple[str, float], dict[str, float]] = defaultdict(dict)
 
     def stops(self, message: TrialMessage) -> bool:
@@ -480,67 +477,28 @@ class AshaRule(StoppingRule):
             accuracies.pop(key, None)
 
 
-def _levels(slices: tuple[float, ...]) -> list[float]:
-    """Fractions of the items at which trials are compared, the last below 1."""
+def _levels_of_asha(slices: tuple[float, ...]) -> list[float]:
+    """Return the fractions of the items at which trials are compared, the last below 1."""
     levels = [next(fraction for fraction in slices if fraction >= SMALLEST_LEVEL)]
     while levels[-1] * REDUCTION_FACTOR < 1:
         levels.append(levels[-1] * REDUCTION_FACTOR)
     return [level for level in levels if level < 1]
 
 
-FACTOR = 1.5
-FEWEST = 5  # earlier trials: the median of fewer says little
-KLS = MEASURES["kl"][1]  # kl_text, kl_tasks
-
-
-@dataclass(frozen=True)
-class Excess:
-    """One KL of a trial that is too large."""
-
-    measure: str
-    value: float  # nats
-    median: float  # of the earlier trials
-    trials: int  # that it is of
-
-    def __str__(self) -> str:
-        if math.isfinite(self.value):
-            what = f"is above {FACTOR:g} times {self.median:.4g}, the median"
-        else:
-            what = f"is not finite, and {self.median:.4g} is the median"
-        return f"{self.measure} {self.value:.4g} {what} of {self.trials} earlier trials"
-
-
-class KlGroup:
-    """The trials that are compared with each other, one after the other."""
-
-    def __init__(self) -> None:
-        self._earlier: dict[str, list[float]] = {name: [] for name in KLS}  # finite ones, sorted
-
-    def add(self, metrics: Mapping[str, float]) -> tuple[Excess, ...]:
-        """The KLs of the next trial, of which each is too large; none if it goes on. One that is not finite is larger than any
-        other and joins no median; without one of the two nothing is stopped."""
-        found = []
-        for name, earlier in self._earlier.items():
-            value = metrics.get(name)
-            if value is None:
-                continue
-            finite = math.isfinite(value)
-            if len(earlier) >= FEWEST and (not finite or value > FACTOR * median(earlier)):
-                found.append(Excess(name, value, median(earlier), len(earlier)))
-            if finite:
-                insort(earlier, value)
-        return tuple(found) if len(found) == len(KLS) else ()
-
-    def remove(self, metrics: Mapping[str, float]) -> None:
-        """The KLs of a trial that was added, out of the medians."""
-        for name, earlier in self._earlier.items():
-            if (value := metrics.get(name)) is not None and math.isfinite(value):
-                earlier.remove(value)
-
-
 class KlFilterRule(StoppingRule):
     """Stops a trial after its KL, or leaves it to the rule `then`. `specs`: every configuration that the search may visit, by key;
-    `known`: the records of trials that earlier starts completed or stopped, which are earlier trials."""
+    `known`: the records of trials that earlier starts completed or stopped, which are earlier trials.
+
+    Every trial measures KL(dense || pruned) on text and on questions first, which costs little beside its zero-shot items: the
+    lowest rung of a search by growing fidelities, as ASHA's are. A trial is stopped there if
+
+        kl_text > FACTOR * median(kl_text of the trials before it)   and   kl_tasks > FACTOR * median(kl_tasks of the same)
+
+    over at least FEWEST trials of its group. Both have to be far off, as a method may move the text alone. The KLs of stopped
+    trials count as well, else the median would fall with every one that is stopped. KL tells bad configurations from good ones, not
+    good ones from each other: no guarantee comes with it (docs/studies/methods.md says what it would have done to
+    finished searches).
+    """
 
     def __init__(
         self, specs: Mapping[str, TrialSpec], known: Iterable[TrialRecord] = (), then: StoppingRule | None = None
@@ -548,11 +506,11 @@ class KlFilterRule(StoppingRule):
         self._then = then or StoppingRule()
         self.reasons = self._then.reasons
         self._labels = groups_of_draws(specs.values())
-        self._groups: defaultdict[str, KlGroup] = defaultdict(KlGroup)  # by label
-        self._seen: dict[str, Mapping[str, float]] = {}  # their KLs, by key
+        self._seen: dict[str, Mapping[str, float]] = {}  # the KLs of trials, by key
+        # By group's label and KL, those of the trials so far that are finite, sorted.
+        self._before: defaultdict[str, dict[str, list[float]]] = defaultdict(lambda: {name: [] for name in KLS})
         for record in known:
-            self._seen[record.key] = record.metrics
-            self._groups[self._labels[record.key]].add(record.metrics)
+            self._add(record.key, record.metrics)
 
     def stops(self, message: TrialMessage) -> bool:
         if message.stage is None or message.stage.stage != "kl":
@@ -560,13 +518,36 @@ class KlFilterRule(StoppingRule):
         key = message.record.key
         if key in self._seen:
             return False  # its second attempt: the first went on
-        self._seen[key] = message.stage.metrics
-        found = self._groups[self._labels[key]].add(message.stage.metrics)
-        if found:
-            self.reasons[key] = f"stopped by the KL filter: {'; '.join(map(str, found))}"
-        return bool(found)
+        too_large = self._add(key, message.stage.metrics)
+        if len(too_large) < len(KLS):
+            return False
+        self.reasons[key] = f"stopped by the KL filter: {'; '.join(too_large)}"
+        return True
+
+    def _add(self, key: str, metrics: Mapping[str, float]) -> list[str]:
+        """Take the KLs of the next trial, and return of each that is too large why.
+
+        One that is not finite is larger than any other and joins no median."""
+        self._seen[key], too_large = metrics, []
+        for name, before in self._before[self._labels[key]].items():
+            value = metrics.get(name)
+            if value is None:
+                continue
+            finite = math.isfinite(value)
+            if len(before) >= FEWEST and (not finite or value > FACTOR * median(before)):
+                middle = f"{median(before):.4g}"
+                above = (
+                    f"above {FACTOR:g} times {middle}, the median"
+                    if finite
+                    else f"not finite, and {middle} is the median"
+                )
+                too_large.append(f"{name} {value:.4g} is {above} of {len(before)} earlier trials")
+            if finite:
+                insort(before, value)
+        return too_large
 
     def forget(self, key: str) -> None:
         self._then.forget(key)
-        if (metrics := self._seen.pop(key, None)) is not None:
-            self._groups[self._labels[key]].remove(metrics)
+        for name, value in self._seen.pop(key, {}).items():
+            if name in KLS and math.isfinite(value):
+                self._before[self._labels[key]][name].remove(value)

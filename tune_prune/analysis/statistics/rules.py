@@ -8,6 +8,8 @@ retained_per_second (NaN where no speed was measured).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pandas as pd
 
@@ -152,3 +154,11 @@ NEEDS = {
     "smallest": "an accuracy within --within points of the original model's",
     "retained-per-second": "a speed, as tune-prune speed --config FOLDER measures it",
 }
+
+
+def best_rule(rows: Iterable[pd.DataFrame], objective: str) -> str:
+    """Return the rule that chooses the best of a search: its objective, or accuracy where a model has no trial with that measure.
+
+    `rows` are those of each model."""
+    complete = [of_model[of_model["success"]] for of_model in rows]
+    return objective if all(np.isfinite(score(one, objective)).any() for one in complete if len(one)) else "accuracy"

@@ -1,4 +1,4 @@
-"""How work ends for who follows a search, and what the driver keeps of results: the records, what the preparation found."""
+"""How work ends for who follows a search, and what the driver keeps of what the preparation found."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.work import PrepareJob, Work
 from tune_prune.tuning.worker import WorkerSettings
-
-
-class RecordsObserver(Observer):
-    """Collects the records of this search."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, TrialRecord] = {}  # by key
-
-    def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(last, TrialMessage) and last.ended:
-            self.records[last.record.key] = last.record
-
-    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
-        self.on_end(work, last)
 
 
 class PrepareObserver(Observer):

@@ -24,9 +24,9 @@ SCHEMA_VERSION = 1
 class StatusObserver(Reader):
     """Writes the file from a thread of its own, whole or not at all; entered before the first piece of work, left after the last.
 
-    `total` counts trials, of which `done` were finished before this start; `seconds_left` tells how long the rest takes. A
-    search that `goes_on` with other work after the last says itself when it has ended (`ended`). What goes wrong in the thread is
-    raised in the search's, at its next tick.
+    `total` counts trials, of which `done` were finished before this start; `seconds_left` tells how long the rest takes. The search
+    may go on with other trials after these, and says itself when it has ended (`ended`). What goes wrong in the thread is raised in
+    the search's, at its next tick.
     """
 
     title = "status.json"
@@ -39,12 +39,10 @@ class StatusObserver(Reader):
         slots: int,
         seconds_left: Callable[[], tuple[float, float] | None],
         beat_s: float = BEAT_S,
-        goes_on: bool = False,
     ) -> None:
         self._settings = settings
         self._seconds_left = seconds_left
         self._beat_s = beat_s
-        self._at_end = "running" if goes_on else "ended"
         self._about: Mapping[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "search_id": settings.search_id,
@@ -73,7 +71,7 @@ class StatusObserver(Reader):
         assert self._ended is not None and self._thread is not None
         self._ended.set()
         self._thread.join()
-        if kind is not None:  # else `on_finish` has said that it has ended
+        if kind is not None:  # else the search says how it has ended
             self._end("stopped")
             self._try_to_write()  # an error here must not stand before what ends the search
 
@@ -103,7 +101,7 @@ class StatusObserver(Reader):
             raise error
 
     def on_finish(self) -> None:
-        self._end(self._at_end)
+        self._end("running")
         self._write()
 
     def _end(self, state: str) -> None:

@@ -1,8 +1,7 @@
-"""The search space reader: what comes with the project is valid, and a file gives the configurations it names."""
+"""The search space reader: a file gives the configurations it names, and every problem of it is named with its line."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +54,7 @@ def with_value(**values: str) -> str:
         ("recommended", 12, "grid", None),
         ("extended", 450, "optuna", 60),
         ("smoke", 6, "grid", None),
+        ("control", 1, "grid", None),
     ],
 )
 def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | None) -> None:
@@ -62,11 +62,6 @@ def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | Non
     assert (space.name, space.size, space.search, space.num_trials) == (name, size, search, num_trials)
     assert len(set(space.configs())) == size
     assert max(space.values["seq_len"]) <= 256
-
-
-def test_every_shipped_space_is_tested() -> None:
-    known = {"paper_grid", "recommended", "extended", "adaptive", "minimal", "smoke", "control"}
-    assert set(search_space.names()) == known
 
 
 def test_paper_grid_is_the_published_one() -> None:
@@ -183,25 +178,11 @@ def test_what_a_method_does_not_read_makes_no_configuration(tmp_path: Path) -> N
     )
 
 
-def test_methods_that_read_no_data_stand_once_where_an_old_grid_began(tmp_path: Path) -> None:
-    text = with_value(
-        method="[taylor, random, magnitude, wanda_sp]", removal_divisor="[2, 5]", pruning_ratio="[0.1, 0.2]"
-    )
-    found = search_space.load(yaml_file(tmp_path, text)).configs()
-    count = Counter((config.method, config.pruning_ratio) for config in found)
-    assert count == {
-        (m, r): n for m, n in (("taylor", 4), ("random", 1), ("magnitude", 1), ("wanda_sp", 4)) for r in (0.1, 0.2)
-    }
-    assert PruningConfig("random", 64, 4, 0.1, 2) in found
-
-
 def test_draws_make_configurations_of_the_methods_that_draw(tmp_path: Path) -> None:
     text = with_value(method="[taylor, random, magnitude]", seq_len=16, num_samples=4, seeds="[0, 2, 1]")
     found = search_space.load(yaml_file(tmp_path, text)).configs()
     drawn = {PruningConfig(method, 16, 4, seed=seed) for method in ("taylor", "random") for seed in (0, 1, 2)}
     assert set(found) == {*drawn, PruningConfig("magnitude", 16, 4)} and len(found) == 7
-    [(_, problem)] = problems(tmp_path, with_value(seeds="[1, 2, 1]"))
-    assert problem == "seed lists 1 twice; keep one"
 
 
 def test_what_only_a_refit_reads_makes_no_configuration_without_one(tmp_path: Path) -> None:
@@ -214,8 +195,6 @@ def test_what_only_a_refit_reads_makes_no_configuration_without_one(tmp_path: Pa
         for damping in (0.3, 0.1)
     ]
     assert set(found) == {PruningConfig("magnitude", 16, 4), *refits} and len(found) == 5
-    [(_, problem)] = problems(tmp_path, with_value(damping="0.3"))
-    assert problem == "damping is read by no trial; add `compensation: least_squares`, or remove it"
     both = values | {"recovery": "[none, lora]", "recovery_steps": "[50, 100]"}
     found = search_space.load(
         yaml_file(tmp_path, with_value(method="magnitude", seq_len=16, num_samples=4, **both))
@@ -224,25 +203,164 @@ def test_what_only_a_refit_reads_makes_no_configuration_without_one(tmp_path: Pa
         len(found) == len(set(found)) == 1 + 2 * ((1 + 2) * (1 + 2) - 1)
     )  # two dampings, two numbers of steps; of two seeds, but without either
     assert len([one for one in found if one.recovery == one.compensation == "none"]) == 1
-    [(_, problem)] = problems(tmp_path, with_value(recovery_steps="50"))
-    assert problem == "recovery_steps is read by no trial; add `recovery: lora`, or remove it"
 
 
-@pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])
-def test_pruning_ratio_as_python_reads_it(tmp_path: Path, ratio: str) -> None:
-    space = search_space.load(yaml_file(tmp_path, with_value(pruning_ratio=ratio)))
-    assert space.values["pruning_ratio"] == (float(ratio),)
+LINES = {name: line for line, name in enumerate(GOOD, 1)} | {"extra": len(GOOD) + 1}
+RATIO = "it must be a number above 0 and below 1"
+BAD = [
+    ("search", "gird", "search is the text 'gird'; did you mean 'grid'?"),
+    ("search", "[grid]", "search is a list; known: grid, optuna"),
+    ("search", "x" * 9999, f"search is the text '{'x' * 59}; known"),
+    ("method", "{taylor: 1}", "method is a mapping; it must be the name of a pruning method"),
+    ("method", "", "method is empty; it must be the name of a pruning method"),
+    ("method", "[]", "method is an empty list; give at least one value, e.g. `method: ["),
+    (
+        "method",
+        "[blokwise]",
+        "unknown method 'blokwise'; did you mean 'blockwise'? known: block_influence, blockwise, ",
+    ),
+    ("method", "[taylor, taylor]", "method lists 'taylor' twice"),
+    ("method", "[true]", "method is true (true or false); it must be the name"),
+    ("seq_len", "[1]", "seq_len is 1; it must be a whole number from 2 to 131072"),
+    ("seq_len", "[131073]", "seq_len is 131073; it must be"),
+    ("seq_len", "['64']", "seq_len is the text '64'; it must be a whole number"),
+    ("seq_len", "[64.0]", "seq_len is 64.0; it must be a whole number"),
+    ("seq_len", "[0x40]", "seq_len is 0x40; it must be"),
+    ("seq_len", "[0100]", "seq_len is 0100; it must be"),
+    ("seq_len", "[1:30]", "seq_len is 1:30; it must be"),
+    ("seq_len", "[[64]]", "seq_len is a list; it must be a whole number"),
+    ("pruning_ratio", "[0.2, 0.2000001]", "pruning_ratio lists 0.2000001 beside one that has the same six digits"),
+    ("pruning_ratio", "[0.1, 1e-1]", "pruning_ratio lists 0.1 twice"),
+    ("pruning_ratio", "0", f"pruning_ratio is 0; {RATIO}"),
+    ("pruning_ratio", "1.0", f"pruning_ratio is 1.0; {RATIO}"),
+    ("pruning_ratio", ".nan", f"pruning_ratio is .nan; {RATIO}"),
+    ("pruning_ratio", "nan", f"pruning_ratio is the text 'nan'; {RATIO}"),
+    ("pruning_ratio", "0.1_5", f"pruning_ratio is 0.1_5; {RATIO}"),
+    ("layer_cap", "0.1_5", "layer_cap is 0.1_5; it must be a number above 0, at most 1"),
+    ("shape", "square", "shape is the text 'square'; it must be free, aligned or uniform"),
+    ("shape", "aligned-0", "shape is the text 'aligned-0'; it must be free, "),
+    ("seeds", "[1, 2, 1]", "seed lists 1 twice; keep one"),
+    ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'seq_len'?"),
+    ("[a, b]", "3", "unknown key '[...]'; known: calibration, compensation"),
+    ("<<", "{search: grid}", "unknown key '<<'; known: calibration, compensation"),
+    ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
+    ("damping", "0.3", "damping is read by no trial; add `compensation: least_squares`, or remove it"),
+    ("recovery_steps", "50", "recovery_steps is read by no trial; add `recovery: lora`, or remove it"),
+]
 
 
-@pytest.mark.parametrize("num_trials", [1, 8])
-def test_num_trials_within_bounds(tmp_path: Path, num_trials: int) -> None:
-    text = with_value(search="optuna", num_trials=str(num_trials))
-    assert search_space.load(yaml_file(tmp_path, text)).num_trials == num_trials
+@pytest.mark.parametrize(("name", "value", "expected"), BAD)
+def test_a_problem_is_named_with_its_line(tmp_path: Path, name: str, value: str, expected: str) -> None:
+    [(line, problem)] = problems(tmp_path, with_value(**{name: value}))
+    assert line == LINES.get(name, LINES["extra"])
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "line", "expected"),
+    [
+        ({"num_trials": "0"}, "extra", "num_trials is 0; it must be a whole number from 1 to 1000000000"),
+        ({"num_trials": "9"}, "extra", "num_trials is 9; the space has 8 points: write at most 8"),
+        ({"num_trials": "8", "seq_len": "[64, 1]"}, "seq_len", "seq_len is 1"),  # the list is wrong, not the number
+        ({}, "search", "`search: optuna` needs num_trials"),
+    ],
+)
+def test_problems_of_num_trials(tmp_path: Path, values: dict[str, str], line: str, expected: str) -> None:
+    [(number, problem)] = problems(tmp_path, with_value(search="optuna", **values))
+    assert number == LINES[line] and problem.startswith(expected)
 
 
 def test_bounds_are_included(tmp_path: Path) -> None:
-    text = with_value(seq_len="[2, 131072]", num_samples="[1, 1000000]")
+    text = with_value(seq_len="[2, 131072]", num_samples="[1, 1000000]", search="optuna", num_trials="8")
     assert search_space.load(yaml_file(tmp_path, text)).size == 8
+
+
+def test_more_combinations_than_can_be_planned(tmp_path: Path) -> None:
+    """At once: nobody waits for billions of them."""
+    lists = {"seq_len": 100, "num_samples": 1000, "removal_divisor": 900}
+    text = "search: grid\nmethod: [blockwise]\n"
+    text += "".join(f"{name}: [{', '.join(map(str, range(2, count + 2)))}]\n" for name, count in lists.items())
+    [(_, problem)] = problems(tmp_path, text)
+    assert problem == (
+        "its lists have 90,000,000 combinations, and 100,000 is the most that can be planned; shorten them, e.g. the 1,000 "
+        "values of num_samples"
+    )
+
+
+def test_of_many_problems_the_first_are_told(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, with_value(seq_len=f"[{', '.join(['1'] * 500)}]"))
+    with pytest.raises(UserError) as caught:
+        search_space.load(path)
+    first, *lines = str(caught.value).splitlines()
+    assert first.endswith("has 500 problems:") and len(lines) == 21 and lines[-1] == "and 480 more"
+
+
+@pytest.mark.parametrize("missing", GOOD)
+def test_missing_key(tmp_path: Path, missing: str) -> None:
+    text = "".join(f"{name}: {value}\n" for name, value in GOOD.items() if name != missing)
+    [(_, problem)] = problems(tmp_path, text)
+    assert problem.startswith(f"key {missing!r} is missing; add it, e.g. `{missing}: ")
+
+
+def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
+    [(line, problem)] = problems(tmp_path, with_value() + "method: [layerwise]\n")
+    assert (line, problem) == (5, "key 'method' is given twice (first in line 2); keep one")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("search: grid\nmethod: [taylor\n", 3, "column 1: not valid YAML"),
+        ("search: grid\n\tmethod: 1\n", 2, "column 1: not valid YAML"),
+        ("search: *nowhere\n", 1, "column 9: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", 2, "column 1: not valid YAML"),
+        ("search: \x07\n", 1, "not valid YAML"),
+        ("[" * 5000, 1, "not valid YAML"),
+        ("", 1, "the file is empty"),
+        ("# nothing\n", 1, "the file is empty"),
+        ("- search\n", 1, "the file is not a mapping"),
+        ("grid\n", 1, "the file is not a mapping"),
+    ],
+)
+def test_no_mapping_at_all(tmp_path: Path, text: str, line: int, expected: str) -> None:
+    [(found, problem)] = problems(tmp_path, text)
+    assert (found, problem[: len(expected)]) == (line, expected)
+
+
+def test_all_problems_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = """\
+serach: grid
+search: optuna
+method: [blokwise, taylor, taylor]
+seq_len: [1, yes, 64]
+num_samples: []
+num_trials: 0
+pruning_ratio: 2
+colour: blue
+"""
+    found = problems(tmp_path, text)
+    assert [line for line, _ in found] == [1, 3, 3, 4, 4, 5, 6, 7, 8]
+    assert "twice" in found[2][1]
+    assert "is yes" in found[4][1]
+
+
+@pytest.mark.parametrize("name", ["papergrid", "no/such/paper_gird.yaml", "paper_gird.yml"])
+def test_missing_file_suggests_a_name(name: str) -> None:
+    with pytest.raises(UserError, match="did you mean 'paper_grid'") as caught:
+        search_space.load(name)
+    assert repr(name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"space\.yaml cannot be read"):
+        search_space.load(str(tmp_path / "space.yaml"))
+
+
+def test_a_folder_is_no_search_space(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"search space '{tmp_path}' is a folder; name a file in it"):
+        search_space.load(str(tmp_path))
 
 
 def test_a_search_space_is_found_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
