@@ -3,7 +3,9 @@
 #                model in results/tiny-llama-pruned; installs what tune_prune needs and not the developers' tools
 #   make test    the tests, but for those that make test-slow runs: whole searches, kills of them, benchmarks, and most of what takes
 #                five seconds (twenty minutes more)
-#   make test-oldest   the tests of checkpoints with the oldest packages that pyproject.toml admits, in .venv-oldest
+#   make test-oldest   the tests of checkpoints and of whole searches on Ray with the oldest packages that pyproject.toml admits, in
+#                .venv-oldest
+#   make test-newest   the tests of whole searches on Ray with the newest Ray that pip finds, in .venv-newest
 #   make torture   searches that are killed at random moments, for ten minutes (docs/reliability.md)
 #   make lint    formatting, lint, types
 #   make check   lint and make test
@@ -18,11 +20,14 @@ INSTALLED := $(VENV)/.installed-demo
 READY := $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.installed
+NEWEST := .venv-newest
+# Searches on a real Ray: local ones, workers that die, a cluster of two nodes
+ON_RAY := tests/tuning/test_tuning.py tests/tuning/test_ray_start.py tests/tuning/test_cluster.py tests/tuning/test_causes.py
 
 # A process that imports torch and this package compiles them once, and not every time it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-oldest torture study lint check format train clean
+.PHONY: demo test test-slow test-oldest test-newest torture study lint check format train clean
 
 demo: $(INSTALLED)
 	@echo "1 of 4: a first search, 6 ways to prune the toy model tiny-llama; a minute"
@@ -42,7 +47,12 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 test-oldest: $(OLDEST_READY)
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/checkpoint/test_checkpoint_loading.py tests/checkpoint/test_checkpoint_tools.py tests/pruning/test_surgery.py
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/checkpoint/test_checkpoint_loading.py tests/checkpoint/test_checkpoint_tools.py tests/pruning/test_surgery.py $(ON_RAY)
+
+test-newest: $(NEWEST)/bin/python
+	$(NEWEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(NEWEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --upgrade "ray[tune]"
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider $(ON_RAY)
 
 torture: $(READY)
 	$(BIN)/python scripts/torture $(TORTURE)
@@ -68,6 +78,9 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; name one: make PYTHON=python3.11 demo"; exit 2; }
 	@$(PYTHON) -m venv $(VENV)
 
+$(NEWEST)/bin/python:
+	@$(PYTHON) -m venv $(NEWEST)
+
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing tune_prune into $(VENV), once: torch, transformers, Ray and what they need (2.3 GB, two to five minutes)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
@@ -86,4 +99,4 @@ $(OLDEST_READY): pyproject.toml scripts/oldest_requirements.py
 	@touch $(OLDEST_READY)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

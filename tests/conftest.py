@@ -37,8 +37,10 @@ from tune_prune import embedded
 from tune_prune.commands import search
 from tune_prune.data import calibration
 from tune_prune.models.families import FAMILIES
-from tune_prune.tuning import cost, memory, plan_cost
+from tune_prune.tuning import cost, memory, plan_cost, set_up_ray
 from tune_prune.tuning.cost import Speed, SpeedRequest
+
+set_up_ray(None)  # before a test file imports ray
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -169,7 +171,7 @@ def run_without() -> Callable[..., str]:
 def two_cpus() -> Iterator[None]:
     """A private Ray of two CPUs for all searches of a file. Its folder's name is short (pytest's are not): socket paths end at
     107 characters."""
-    from tune_prune.tuning.ray_cluster import cluster
+    from tune_prune.tuning import ray
 
     with (
         tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
@@ -177,7 +179,7 @@ def two_cpus() -> Iterator[None]:
     ):
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("OMP_NUM_THREADS", "1")
-        with cluster.connected(None, num_cpus=2):
+        with ray.connected(None, num_cpus=2):
             yield
 
 

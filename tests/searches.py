@@ -79,7 +79,7 @@ def start(trials: Sequence[TrialSpec], folder: Path, observers: Sequence[Observe
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_of(trials, folder, **options)
     with ExitStack() as machines:
-        run_batch(plan, Batch(plan.trials), plan.held, machines, None, observers)
+        run_batch(plan, Batch(plan.trials), plan.held, machines, observers)
     held = plan.held.refreshed()
     before = {record.key: record.search_id for record in plan.held.records}
     new = [record for record in held.records if record.search_id != before.get(record.key)]

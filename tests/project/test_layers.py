@@ -26,7 +26,7 @@ PRUNED = "tune_prune.models.pruned"
 
 # Packages that only some modules may import, at any level of nesting.
 ONLY_IN = {
-    "ray": ("tuning.ray_cluster",),
+    "ray": ("tuning.ray", "tuning.nodes"),
     "optuna": ("tuning.sampler", "analysis.statistics.effects", "analysis.optuna_study"),
     "matplotlib": ("analysis.figures", "checkpoint.card"),
     "jinja2": ("analysis.render.templating", "checkpoint.card", "data.template_process"),

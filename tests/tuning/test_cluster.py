@@ -3,6 +3,7 @@ of nodes, and a whole search whose driver is not on the head; and what a node lo
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -11,20 +12,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
+from ray import cloudpickle
 
 from tests.search_folders import data_folder, model_folder
+from tests.trials import RUN
 from tune_prune.core.config import ModelRun
+from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
+from tune_prune.tuning import nodes
 from tune_prune.tuning.plan import SearchSettings
-from tune_prune.tuning.ray_cluster import nodes
 from tune_prune.tuning.resolve import dense_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +76,7 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
         with socket.socket() as free:
             free.bind((HEAD, 0))
             address = f"{HEAD}:{free.getsockname()[1]}"
-        environment = os.environ | {
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
             "HOME": str(home),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
@@ -85,7 +90,7 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
         token, *starts = [command for command in COMMANDS if command.startswith("ray ") and "stop" not in command]
         first, second = (command.replace("HEAD:6379", address) + both for command in starts)
         try:
-            for command in (token, first + head, second + f" --node-ip-address={WORKER} --num-cpus=1"):
+            for command in (token, first + head, second + f" --node-ip-address={WORKER} --num-cpus=1 --num-gpus=1"):
                 done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
                 assert done.returncode == 0, done.stderr
             yield address, environment
@@ -95,15 +100,16 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
                     process.kill()
 
 
-def joined(address: str, environment: Mapping[str, str]) -> str:
+def joined(address: str, environment: Mapping[str, str], then: str = "print('in')") -> str:
     """What a process of its own says that joins the cluster."""
     code = (
-        "import sys\nfrom tune_prune.core.ending import exit_code\nfrom tune_prune.tuning.ray_cluster import cluster\n"
-        "def join():\n    with cluster.connected(sys.argv[1]):\n        print('in')\n"
+        "import sys\nfrom tune_prune.core.ending import exit_code\nfrom tune_prune.tuning import set_up_ray\n"
+        "set_up_ray(sys.argv[1])\nfrom tune_prune.tuning import ray\n"
+        f"def join():\n    with ray.connected(sys.argv[1]):\n        {then}\n"
         "exit_code(join)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, address], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, address], env=environment, capture_output=True, text=True, timeout=120
     )
     return done.stdout + done.stderr
 
@@ -113,11 +119,10 @@ def test_a_cluster_with_a_token_lets_nobody_in_without_it(cluster, tmp_path) -> 
     address, environment = cluster
     without = {name: value for name, value in environment.items() if name != "RAY_AUTH_MODE"}
     sentence = joined(address, without)  # though the token is there: it is not sent to where it was not asked for
-    assert sentence.startswith(f"error: the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token")
-    assert "~/.ray/auth_token" in sentence and sentence.count("\n") == 1
+    assert sentence.startswith(f"error: the Ray cluster at {address} cannot be joined (")
+    assert "set RAY_AUTH_MODE=token and copy ~/.ray/auth_token" in sentence and sentence.count("\n") == 1
     sentence = joined(address, environment | {"RAY_AUTH_TOKEN": "another"})
-    assert sentence.startswith(f"error: the Ray cluster at {address} does not accept this machine's token: copy")
-    assert sentence.count("\n") == 1
+    assert "cannot be joined" in sentence and sentence.count("\n") == 1
     assert joined(address, environment) == "in\n"
     assert joined("auto", without) == "in\n"  # a cluster of this machine
 
@@ -132,7 +137,7 @@ def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
     places = {"/shared": tmp_path / "not" / "yet", "smoke": space, "auto": address}
     for word, place in places.items():
         command = command.replace(word, str(place))
-    argv = [*shlex.split(command)[2:], "--tasks", "boolq", "--limit", "2", "--verbose"]
+    argv = [*shlex.split(command)[2:], "--gpus-per-trial", "0", "--tasks", "boolq", "--limit", "2", "--verbose"]
     done = subprocess.run(
         [sys.executable, "-c", OFF_THE_HEAD, *argv],
         env=environment,
@@ -154,6 +159,40 @@ def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
     assert list((tmp_path / "not" / "yet" / "ray_results").glob(".node-check*")) == []
 
 
+SURVEY = "from tune_prune.tuning import nodes; print(*nodes.survey({}), sep='\\n')"
+
+
+@pytest.mark.slow
+def test_a_node_whose_torch_sees_no_gpu_is_named_and_the_others_run_no_trials(cluster) -> None:
+    """The other node says that it has one."""
+    address, environment = cluster
+    sentence = joined(address, environment, SURVEY.format(True))
+    assert re.match(rf"error: node .* \({WORKER}\) offers GPUs but its torch sees none: install", sentence), sentence
+    assert sentence.endswith("or end Ray there (`ray stop`) to do without it\n")
+    head, worker = joined(address, environment, SURVEY.format(False)).splitlines()
+    assert "runs_trials=False" in head and "runs_trials=True" in worker and "'ray': " in worker
+
+
+@pytest.mark.slow
+def test_a_node_with_another_version_is_named(cluster, tmp_path) -> None:
+    address, environment = cluster
+    metadata = tmp_path / "lm_eval-9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: lm_eval\nVersion: 9.9\n")
+    odd = [Path(sys.executable).with_name("ray"), "start", f"--address={address}", "--node-ip-address=127.0.0.4"]
+    odd += ["--num-cpus=1", "--object-store-memory=100000000", "--dashboard-agent-listen-port=0", "--block"]
+    others = environment | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with subprocess.Popen(odd, env=others, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
+        try:
+            ask = f"import time, ray as r; [time.sleep(1) for _ in range(60) if len(r.nodes()) < 3]; {SURVEY}"
+            sentence = joined(address, environment, ask.format(False))
+        finally:
+            for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+                process.kill()
+    assert re.match(r"error: node .* \(127.0.0.4\) has lm_eval 9.9 \(here .*\): install the same versions", sentence)
+    assert sentence.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_the_end_of_ray(cluster) -> None:
     """The last of this cluster."""
@@ -167,7 +206,43 @@ def test_the_end_of_ray(cluster) -> None:
     assert [one for one in left if (one["environ"] or {}).get("RAY_TMPDIR") == environment["RAY_TMPDIR"]] == []
 
 
-# --- what a node looks for, asked of this machine
+# --- what a node looks for and says, asked of this machine
+
+
+@pytest.mark.parametrize(
+    ("versions", "skew_s", "words"),
+    [
+        ({}, 59.0, None),
+        ({"torch": "2.12.0"}, 0.0, "has torch 2.12.0 (here 2.13.0): install the same versions there"),
+        ({"tune_prune": "none"}, 0.0, "has tune_prune none (here "),
+        ({}, 100.0, "has a clock that is 100 s ahead of this machine's: set both"),
+        ({}, -100.0, "has a clock that is 100 s behind this machine's"),
+    ],
+)
+def test_what_of_a_node_differs_is_said(versions: dict[str, str], skew_s: float, words: str | None) -> None:
+    here = {"tune_prune": "0.2.0 (5e0d1c9a)", "torch": "2.13.0"}
+    said = nodes.difference(here | versions, here, skew_s)
+    assert said is None if words is None else said.startswith(words)
+
+
+def test_the_question_for_versions_travels_as_code(run_without: Callable[..., str], monkeypatch) -> None:
+    """A node without this package, or with another one, reads it. A build of torch for GPUs is the same torch."""
+    code = "from ray import cloudpickle\nprint(cloudpickle.loads(bytes.fromhex(sys.argv[1]))(['ray', 'nothing'])[0])"
+    told = run_without(("tune_prune",), code, cloudpickle.dumps(nodes.teller()).hex())
+    assert "'tune_prune': 'none'" in told and f"'ray': '{ray.__version__}', 'nothing': 'none'" in told
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
+    assert nodes.teller()(["torch"])[0]["torch"] == "2.13.0"
+
+
+def test_a_node_that_cannot_download_says_so(monkeypatch) -> None:
+    def refuse(source: catalog.ModelSource) -> None:
+        if source.location == "somebody/gone":
+            raise UserError("it is not there")
+
+    monkeypatch.setattr(loading, "fetch_weights", refuse)
+    runs = [replace(RUN, model="somebody/model"), replace(RUN, model="somebody/gone")]
+    assert nodes.fetch(runs[:1]) is None
+    assert nodes.fetch(runs).startswith("cannot download weights (it is not there): let it reach the hub")
 
 
 @pytest.fixture
@@ -183,7 +258,7 @@ def known(tmp_path) -> tuple[FolderStore, list[tuple[ModelRun, str, str]]]:
 
 
 def reach(store: FolderStore, models: list[tuple[ModelRun, str, str]]) -> str | None:
-    return nodes._reach._function(store.folder, "question", "answer", "token", models)
+    return nodes.reach(store.folder, "question", "answer", "token", models)
 
 
 def test_a_node_that_sees_storage_model_and_data_answers(known) -> None:

@@ -15,8 +15,7 @@ from tune_prune.pruning.statistics import Need
 from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.tuning.messages import JobMessage
 from tune_prune.tuning.queue import WorkQueue, prepare_jobs
-from tune_prune.tuning.ray_cluster.trainable import to_result
-from tune_prune.tuning.ray_cluster.tuner import QueueSearcher
+from tune_prune.tuning.ray import QueueSearcher, to_result
 from tune_prune.tuning.sampler import OptunaSearcher
 from tune_prune.tuning.work import TrialSpec, Work
 
@@ -142,9 +141,32 @@ def test_an_adaptive_search_asks_for_the_baseline_first_and_hears_of_trials_only
 
 def test_ray_is_told_to_wait_and_when_nothing_is_left(specs):
     jobs = prepare_jobs(specs[:1], [])
-    searcher = QueueSearcher(WorkQueue(jobs, specs[:1]), jobs)
-    assert searcher.suggest("a") == {"job": 0}
+    searcher = QueueSearcher(WorkQueue(jobs, specs[:1]))
+    assert searcher.suggest("a") == {"job": 0, "after_a_death": False}
     assert searcher.suggest("b") is None
     searcher.on_trial_complete("a", to_result(DONE))
-    assert searcher.suggest("b") == {"key": specs[0].key}
+    assert searcher.suggest("b") == {"key": specs[0].key, "after_a_death": False}
+    assert searcher.suggest("c") is None  # That trial might be tried again.
+    searcher.on_trial_complete("b", to_result(DONE))
     assert searcher.suggest("c") == Searcher.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("error", "leanly"), [(LostWorker("gone"), True), (OutOfMemory("full"), True), (ValueError("a kernel"), False)]
+)
+def test_what_fails_is_tried_once_more_before_anything_else(specs, error, leanly):
+    searcher = QueueSearcher(WorkQueue([], specs[:2]))
+    searcher.suggest("a")
+    for _ in range(2):  # Ray tells a death twice where it comes between two trials.
+        searcher.on_trial_complete("a", error=True)
+    assert searcher.try_again(specs[0], error)
+    assert searcher.suggest("b") == {"key": specs[0].key, "after_a_death": leanly}
+    searcher.on_trial_complete("b", error=True)
+    assert not searcher.try_again(specs[0], error)
+    assert searcher.suggest("c")["key"] == specs[1].key
+
+
+def test_a_trial_that_hung_is_not_tried_again_and_a_job_is(specs):
+    jobs = prepare_jobs(specs[:1], [])
+    searcher = QueueSearcher(WorkQueue(jobs, specs[:1]))
+    assert searcher.try_again(jobs[0], Hung("late")) and not searcher.try_again(specs[0], Hung("late"))

@@ -27,7 +27,7 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.observers.results import FailuresObserver
 from tune_prune.tuning.queue import WorkQueue
-from tune_prune.tuning.ray_cluster.tuner import QueueSearcher, RuleScheduler
+from tune_prune.tuning.ray import QueueSearcher, RuleScheduler
 from tune_prune.tuning.stopping import (
     ACCURACY,
     GOLD_LOGPROB,
@@ -305,7 +305,7 @@ def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(two_cpus, t
     tune.Tuner(
         tune.with_resources(Short, {"cpu": 1}),
         tune_config=tune.TuneConfig(
-            search_alg=QueueSearcher(WorkQueue([], list(specs.values())), []),
+            search_alg=QueueSearcher(WorkQueue([], list(specs.values()))),
             scheduler=RuleScheduler(StoppingRule()),
             num_samples=len(specs),
             max_concurrent_trials=2,

@@ -125,9 +125,9 @@ def search(
     keywords = dict(locals())
     asked = checked("search", keywords)
     from tune_prune.commands import flags
-    from tune_prune.tuning.ray_cluster.local import started_early
+    from tune_prune.tuning.local_ray import started_early
 
-    with started_early(not inline and address is None) as local_ray:
+    with started_early(not inline and address is None):
         settings = flags.settings_from(asked)
         from tune_prune.commands import results
         from tune_prune.tuning.observers.tracking import trackers
@@ -137,7 +137,7 @@ def search(
         plan = make_plan(settings)
         observers = trackers(asked["track"] or (), plan.experiment_dir.name)
         command = [*flags.SEARCH, *arguments("search", keywords)]
-        return results.run(plan, command, local_ray=local_ray, observers=observers)
+        return results.run(plan, command, observers=observers)
 
 
 def load_results(folder: str | Path) -> Results:

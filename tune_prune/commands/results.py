@@ -22,7 +22,6 @@ from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import Location
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.plan import Plan
-from tune_prune.tuning.ray_cluster.local import LocalRay
 
 if TYPE_CHECKING:
     pass
@@ -117,7 +116,6 @@ def run(
     plan: Plan,
     command: Sequence[str],
     at_end: Callable[[Results], None] | None = None,
-    local_ray: LocalRay | None = None,
     observers: Sequence[Observer] = (),
 ) -> Results:
     """Run a plan to its end (`tune_prune.tuning.run`); `at_end` gets its results while no other search can change them."""
@@ -127,4 +125,4 @@ def run(
         if at_end is not None:
             at_end(Results(plan.experiment_dir, findings, cost))
 
-    return Results(plan.experiment_dir, *of_search.run(plan, command, ended, local_ray, observers))
+    return Results(plan.experiment_dir, *of_search.run(plan, command, ended, observers))

@@ -27,7 +27,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.records import failure_counts
 from tune_prune.core.terminal import say
-from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
+from tune_prune.tuning.local_ray import started_early
 
 if TYPE_CHECKING:
     from tune_prune.commands.results import Results
@@ -53,16 +53,16 @@ def _main(argv: list[str]) -> None:
 
         say(status.shown(args.status, args.storage_path, args.json))
         return
-    with started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
-        _search(args, argv, local_ray)
+    with started_early(not (args.inline or args.address or args.dry_run)):
+        _search(args, argv)
 
 
-def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | None) -> None:
+def _search(args: argparse.Namespace, argv: list[str]) -> None:
     with terminal.shown(), terminal.waiting("starting: loading torch and transformers ..."):
         asked = flags.settings_from(vars(args))
     with _log(args.log_json) as log:
         log.event("start", command=[*flags.SEARCH, *argv], host=platform.node(), pid=os.getpid(), version=__version__)
-        _run(args, argv, asked, local_ray, log)
+        _run(args, argv, asked, log)
 
 
 @contextlib.contextmanager
@@ -87,7 +87,6 @@ def _run(
     args: argparse.Namespace,
     argv: list[str],
     asked: SearchSettings,
-    local_ray: LocalRay | None,
     log: JsonLog,
 ) -> None:
     from tune_prune.analysis.cost import cost_line
@@ -128,7 +127,7 @@ def _run(
         kept,
         terminal.shown(_BESIDE_THE_LINE_S),
     ):
-        results = run(plan, command, at_end, local_ray, [log, *trackers(args.track or (), plan.experiment_dir.name)])
+        results = run(plan, command, at_end, [log, *trackers(args.track or (), plan.experiment_dir.name)])
     folder = shown_path(plan.experiment_dir)
     planned = {spec.key for model in plan.models for spec in model.trials}
     trials = results.trials

@@ -12,7 +12,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TENSORBOARD
 from tune_prune.core.terminal import say
 from tune_prune.models import catalog, loading
-from tune_prune.tuning import inline
+from tune_prune.tuning import inline, set_up_ray
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, PrepareObserver
@@ -21,7 +21,6 @@ from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.plan import Plan
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue, prepare_jobs
-from tune_prune.tuning.ray_cluster.local import LocalRay
 from tune_prune.tuning.resources import trial_slots
 from tune_prune.tuning.rounds import Batch
 from tune_prune.tuning.sampler import OptunaSearcher
@@ -35,7 +34,6 @@ def run_batch(
     batch: Batch,
     held: Experiment,
     machines: ExitStack,
-    local_ray: LocalRay | None = None,
     observers: Sequence[Observer] = (),
 ) -> None:
     """Run what the experiment has not `held` so far of a batch: baselines, passes and trials, on the `machines` of the plan."""
@@ -52,7 +50,7 @@ def run_batch(
             model.workload.keep_suite()
     for run in runs:  # in no worker, where it would be a trial's time
         loading.fetch_weights(catalog.resolve(run.model, run.revision))
-    slots = _join(plan, runs, machines, local_ray)
+    slots = _join(plan, runs, machines)
     # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
     jobs = prepare_jobs(pending if sampler is None else [], unmeasured)
     count = sampler.remaining if sampler is not None else len(pending)
@@ -88,9 +86,9 @@ def run_batch(
             if plan.settings.inline:
                 inline.run(queue, trials, rule, settings, followers)
             else:
-                from tune_prune.tuning.ray_cluster import tuner  # imports ray
+                from tune_prune.tuning import ray  # imports ray
 
-                tuner.run(queue, jobs, trials, rule, settings, followers, len(jobs) + count, slots)
+                ray.run(queue, trials, rule, settings, followers)
     finally:
         line.end()
     if preparations.failure is not None:
@@ -113,14 +111,15 @@ def _pending(
     return [spec for spec in specs if spec.key not in finished], None
 
 
-def _join(plan: Plan, runs: Sequence[ModelRun], machines: ExitStack, local_ray: LocalRay | None) -> int:
+def _join(plan: Plan, runs: Sequence[ModelRun], machines: ExitStack) -> int:
     """Have the Ray of a plan among the `machines`, if it wants one, and return how many trials run at once."""
     if plan.settings.inline:
         return 1
-    from tune_prune.tuning.ray_cluster import cluster, nodes  # imports ray
+    set_up_ray(plan.settings.address)
+    from tune_prune.tuning import nodes, ray  # imports ray
 
     # A Ray that an earlier batch has joined is used again.
-    machines.enter_context(cluster.connected(plan.settings.address, None, local_ray))
+    machines.enter_context(ray.connected(plan.settings.address))
     slots = trial_slots(plan.resources, [node.resources for node in nodes.alive()])
     if plan.settings.address is not None:
         nodes.fetch_weights(runs, plan.resources)

@@ -133,7 +133,7 @@ def _speed(plan: Plan, model: ModelPlan, arithmetic: Arithmetic) -> Speed | None
     request = SpeedRequest(model.workload.config, model.run.dtype, resources.device, threads)
     if settings.address is None:
         return gpus.call(measure, request) if request.device == "cuda" else measure(request)
-    from tune_prune.tuning.ray_cluster import nodes  # imports ray: not needed to plan a search on this machine
+    from tune_prune.tuning import nodes  # imports ray: not needed to plan a search on this machine
 
     speed = nodes.call(measure, request, resources)
     return speed

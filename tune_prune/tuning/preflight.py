@@ -34,12 +34,11 @@ from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.selection import target_params
 from tune_prune.trial.steps import samples_needed
-from tune_prune.tuning import experiment, gpus, memory_bounds, plan_cost, resolve
+from tune_prune.tuning import address, experiment, gpus, memory_bounds, plan_cost, resolve, set_up_ray
 from tune_prune.tuning.cost import workload
 from tune_prune.tuning.gpus import Card, Gpu, visible_gpus
 from tune_prune.tuning.memory import INLINE_BYTES, advising, memory_of
 from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings, shapes_of
-from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.resources import (
     MAX_AUTO_CPUS,
     MAX_TRIALS_PER_GPU,
@@ -306,10 +305,11 @@ def _cluster(settings: SearchSettings) -> Iterator[None]:
     if settings.address is None:
         yield
         return
-    from tune_prune.tuning.ray_cluster import cluster  # imports ray: not needed to plan a search on this machine
-
     address.check(settings.address)
-    with cluster.connected(settings.address):
+    set_up_ray(settings.address)
+    from tune_prune.tuning import ray  # imports ray: not needed to plan a search on this machine
+
+    with ray.connected(settings.address):
         yield
 
 
@@ -317,14 +317,14 @@ def _survey(settings: SearchSettings) -> tuple[Node, ...]:
     """Return what each node of the connected cluster tells; nothing without a cluster."""
     if settings.address is None:
         return ()
-    from tune_prune.tuning.ray_cluster import nodes
+    from tune_prune.tuning import nodes
 
     return tuple(nodes.survey(use_gpus=settings.gpus_per_trial != 0))
 
 
 def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelPlan]) -> None:
     """Raise UserError for nodes that do not share `folder`, or lack a model or its data."""
-    from tune_prune.tuning.ray_cluster import nodes
+    from tune_prune.tuning import nodes
 
     data = [
         (replace(model.run, calibration=text), model.model_fingerprint, fingerprint)

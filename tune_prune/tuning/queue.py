@@ -43,6 +43,7 @@ class WorkQueue:
     def __init__(
         self, jobs: Sequence[PrepareJob], specs: Sequence[TrialSpec], adaptive: OptunaSearcher | None = None
     ) -> None:
+        self.jobs = tuple(jobs)  # all of them, also those that are done
         self._jobs = list(jobs)
         self._unprepared = {(job.run, job.samples) for job in jobs}
         # Jobs that memory, the death of a worker or the time limit has ended.

@@ -37,7 +37,6 @@ from tune_prune.tuning.driver import run_batch
 from tune_prune.tuning.observers import status
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.plan import Plan
-from tune_prune.tuning.ray_cluster.local import LocalRay
 from tune_prune.tuning.rounds import Rounds
 
 
@@ -45,12 +44,11 @@ def run(
     plan: Plan,
     command: Sequence[str],
     at_end: Callable[[Findings, Mapping[str, Any]], None] | None = None,
-    local_ray: LocalRay | None = None,
     observers: Sequence[Observer] = (),
 ) -> tuple[Findings, Mapping[str, Any]]:
     """Run a plan to its end; return what was found and what it has cost (cost.json; empty where that cannot be written).
 
-    `command` is recorded, `local_ray` has begun to start, `observers` follow the trials, and `at_end` gets what is returned while
+    `command` is recorded, `observers` follow the trials, and `at_end` gets what is returned while
     no other search can change it. A failed trial is a record, and a view that cannot be written a warning. Raises UserError, also
     where another search runs on the experiment; MachineError for what lets no trial go on, such as a full disk; RuntimeError for a
     model whose preparation fails; KeyboardInterrupt. The ledger stays whole with each.
@@ -67,7 +65,7 @@ def run(
             rounds = Rounds(plan)
             while (batch := rounds.next(held)) is not None:
                 # baseline, passes, trials: those that the ledger lacks
-                run_batch(plan, batch, held, machines, local_ray, observers)
+                run_batch(plan, batch, held, machines, observers)
                 held = held.refreshed()
         # decide: which is the best, and what may be as good
         cost = _cost(plan, before, held, time.monotonic() - started)

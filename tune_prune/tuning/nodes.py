@@ -8,7 +8,6 @@ would be paid for and not used. Who wants to do without it ends Ray there.
 from __future__ import annotations
 
 import errno
-import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -28,6 +26,7 @@ from tune_prune.core.store import Location, open_store
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.devices import NO_KERNELS_STEP, fast_at_bfloat16
+from tune_prune.tuning import gpus as of_this_node
 from tune_prune.tuning.gpus import Gpu, visible_gpus
 from tune_prune.tuning.memory import on_this_machine
 from tune_prune.tuning.resources import Node, TrialResources, slots_on
@@ -45,7 +44,7 @@ COMPARED = (
 
 
 def alive() -> list[Node]:
-    """Every node, as Ray knows it, by name."""
+    """Return every node, as Ray knows it, by name."""
     nodes = [
         Node(node["NodeID"], f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})", node["Resources"])
         for node in ray.nodes()
@@ -55,43 +54,32 @@ def alive() -> list[Node]:
 
 
 def survey(use_gpus: bool) -> list[Node]:
-    """Every node with what it tells of itself. Trials run on those with GPUs, if they are to be used and there are any.
+    """Return every node with what it tells of itself. Trials run on those with GPUs, if they are to be used and there are any.
 
     Raises UserError for nodes on which trials would run, but whose packages, clock or GPUs do not allow it.
     """
     nodes = alive()
     on_gpus = use_gpus and any(node.resources.get("GPU", 0) > 0 for node in nodes)
     nodes = [replace(node, runs_trials=node.resources.get("GPU" if on_gpus else "CPU", 0) > 0) for node in nodes]
-    workers = [node for node in nodes if node.runs_trials]
-    about = _teller()
-    task = ray.remote(num_cpus=0)(about)
+    about = teller()
     began = time.time()
-    told, problems = _ask(
-        workers,
-        lambda node: task.options(**_on(node)).remote(COMPARED),
-        seen=lambda answer: (*answer, time.time()),
-    )
+    answers, problems = _ask(nodes, about, lambda _: (COMPARED,), seen=lambda answer: (*answer, time.time()))
     here, _ = about(COMPARED)
-    for node in workers:
-        if node.node_id in told:
-            versions, clock, ended = told[node.node_id]
+    for index, node in enumerate(nodes):
+        if node.node_id in answers:
+            versions, clock, ended = answers[node.node_id]
             # It was read in between. How long this worker took to start is in it: seconds, which do not matter.
             skew_s = max(0.0, clock - ended) - max(0.0, began - clock)
-            nodes[nodes.index(node)] = replace(node, versions=versions, skew_s=skew_s)
-            if problem := _unlike(versions, here, skew_s):
+            nodes[index] = replace(node, versions=versions, skew_s=skew_s)
+            if problem := difference(versions, here, skew_s):
                 problems[node.name] = problem
     _refuse(problems, len(nodes))
-    free = available_resources_per_node()
-
-    def hardware(node: Node) -> Any:
-        # Ray shows a task the GPUs that it reserves: all that are free or, where none is wholly free, a share of one.
-        gpus = (math.floor(free.get(node.node_id, {}).get("GPU", 0)) or 0.01) if on_gpus else 0
-        return _hardware.options(num_gpus=gpus, **_on(node)).remote(on_gpus)
-
-    found, problems = _ask([node for node in nodes if node.runs_trials], hardware)
+    # Ray shows a task the GPUs that it reserves; one that reserves none is to see all, also those that others have reserved.
+    everything = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+    answers, problems = _ask(nodes, hardware, lambda _: (on_gpus,), runtime_env=everything)
     for index, node in enumerate(nodes):
-        if node.node_id in found:
-            memory, file_room, gpus, bfloat16 = found[node.node_id]
+        if node.node_id in answers:
+            memory, file_room, gpus, bfloat16 = answers[node.node_id]
             nodes[index] = replace(node, memory=memory, file_room=file_room, gpus=tuple(gpus), bfloat16=bfloat16)
             if on_gpus and not gpus:
                 problems[node.name] = (
@@ -108,28 +96,25 @@ def survey(use_gpus: bool) -> list[Node]:
 def check_reach(nodes: Sequence[Node], folder: Location, models: Sequence[tuple[ModelRun, str, str]]) -> None:
     """Have every node that runs trials read what this process writes to `folder`, write to it, and find each model with its data by
     their fingerprints. Leaves nothing behind. Raises UserError for nodes that cannot."""
-    workers = [node for node in nodes if node.runs_trials]
     made = [path for path in (folder, *folder.parents) if not path.exists()] if isinstance(folder, Path) else []
     store, token = open_store(folder), uuid.uuid4().hex
     question = f".node-check-{token}"
-    answers = {node.name: f"{question}-{node.node_id}" for node in workers}
+    names = {node.node_id: f"{question}-{node.node_id}" for node in nodes}
     store.put(question, token)
     try:
-        found, problems = _ask(
-            workers,
-            lambda node: _reach.options(**_on(node)).remote(folder, question, answers[node.name], token, models),
-        )
-        for node in workers:
-            if found.get(node.node_id, "") is None and store.get(answers[node.name]) is None:
-                found[node.node_id] = _not_shared(folder, "what it writes is not seen here")
-            if problem := found.get(node.node_id):
+        answers, problems = _ask(nodes, reach, lambda node: (folder, question, names[node.node_id], token, models))
+        for node in nodes:
+            problem = answers.get(node.node_id)
+            if node.node_id in answers and problem is None and store.get(names[node.node_id]) is None:
+                problem = _not_shared(folder, "what it writes is not seen here")
+            if problem is not None:
                 problems[node.name] = problem
     finally:
-        store.put_all(dict.fromkeys((question, *answers.values())))
+        store.put_all(dict.fromkeys((question, *names.values())))
         for path in made:
             try:
                 path.rmdir()
-            except OSError as error:  # another search has put something there, or removed the folder
+            except OSError as error:  # Another search has put something there, or removed the folder.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise
     _refuse(problems, len(nodes))
@@ -139,16 +124,16 @@ def fetch_weights(runs: Sequence[ModelRun], resources: TrialResources) -> None:
     """Have every node on which a trial fits download the weights of hub models that its cache lacks: in a trial it would be the
     trial's time. Raises UserError for nodes that cannot."""
     runs = [run for run in runs if catalog.resolve(run.model, run.revision).kind == "hub"]
-    workers = [node for node in alive() if slots_on(resources, node.resources)]
+    nodes = [node for node in alive() if slots_on(resources, node.resources)]
     if runs:
-        found, problems = _ask(workers, lambda node: _fetch.options(**_on(node)).remote(runs), timeout_s=None)
-        problems |= {node.name: found[node.node_id] for node in workers if found.get(node.node_id)}
-        _refuse(problems, len(workers))
+        answers, problems = _ask(nodes, fetch, lambda _: (runs,), timeout_s=None)
+        problems |= {node.name: answers[node.node_id] for node in nodes if answers.get(node.node_id)}
+        _refuse(problems, len(nodes))
 
 
 def call(function: Callable[[Any], Any], argument: Any, resources: TrialResources) -> Any:
-    """`function(argument)` on a worker with a trial's resources; None where none is free in time. Raises what it raises, and
-    UserError where its worker dies."""
+    """Return `function(argument)` of a worker with a trial's resources; None where none is free in WAIT_S. Raises what it
+    raises, and UserError where its worker dies."""
     task = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_retries=0)(function).remote(argument)
     try:
         return ray.get(task, timeout=WAIT_S)
@@ -165,13 +150,20 @@ def call(function: Callable[[Any], Any], argument: Any, resources: TrialResource
 
 def _ask(
     nodes: Sequence[Node],
-    start: Callable[[Node], Any],
+    question: Callable[..., Any],
+    arguments: Callable[[Node], tuple[Any, ...]],
     timeout_s: float | None = PROBE_TIMEOUT_S,
     seen: Callable[[Any], Any] = lambda answer: answer,
+    **options: Any,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the task that `start` gives to each node returns, by node id, as `seen` makes it when it arrives; by name, why others do
-    not answer."""
-    tasks = {start(node): node for node in nodes}
+    """Return what `question(*arguments(node))` returns on each node that runs trials, by node id, as `seen` makes it when it
+    arrives; and by name, why others do not answer."""
+    tasks = {}
+    for node in nodes:
+        if node.runs_trials:
+            place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            task = ray.remote(num_cpus=0)(question).options(scheduling_strategy=place, **options)
+            tasks[task.remote(*arguments(node))] = node
     end = None if timeout_s is None else time.monotonic() + timeout_s
     answers, problems = {}, {}
     waiting = list(tasks)
@@ -190,10 +182,6 @@ def _ask(
     return answers, problems
 
 
-def _on(node: Node) -> dict[str, Any]:
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)}
-
-
 def _refuse(problems: Mapping[str, str], count: int) -> None:
     """Raise UserError where there are problems, by name of the node, of `count` nodes."""
     lines = [f"node {name} {problem}" for name, problem in problems.items()]
@@ -204,9 +192,11 @@ def _refuse(problems: Mapping[str, str], count: int) -> None:
         raise UserError("\n  ".join([f"{len(lines)} of {count} nodes cannot run trials; {advice}:", *lines]))
 
 
-def _teller() -> Callable[[Sequence[str]], tuple[dict[str, str], float]]:
+def teller() -> Callable[[Sequence[str]], tuple[dict[str, str], float]]:
+    """Return the function that a node is asked for its versions."""
+
     def about(packages: Sequence[str]) -> tuple[dict[str, str], float]:
-        """Versions by package, with a hash of this one's code, and the time. Being local it travels as code: a node that has
+        """Return versions by package, with a hash of this one's code, and the time. Being local it travels as code: a node that has
         another tune_prune, or none, can say so."""
         import hashlib
         import importlib.metadata
@@ -234,8 +224,8 @@ def _teller() -> Callable[[Sequence[str]], tuple[dict[str, str], float]]:
     return about
 
 
-def _unlike(versions: Mapping[str, str], here: Mapping[str, str], skew_s: float) -> str | None:
-    """What of a node differs from this machine."""
+def difference(versions: Mapping[str, str], here: Mapping[str, str], skew_s: float) -> str | None:
+    """Return what of a node differs from this machine, in words; None where nothing does."""
     others = [f"{name} {versions[name]} (here {here[name]})" for name in here if versions[name] != here[name]]
     if others:
         return f"has {', '.join(others)}: install the same versions there (pip install -c constraints.txt -e .)"
@@ -253,17 +243,18 @@ def _not_shared(folder: Location, why: str) -> str:
     return f"does not reach {folder} as this machine does ({why}): give it the same package and credentials"
 
 
-@ray.remote(num_cpus=0)  # Ray ends a worker after a task with a share of a GPU
-def _hardware(on_gpus: bool) -> tuple[machine.Memory, int, list[Gpu], bool]:
-    gpus = visible_gpus() if on_gpus else []
+def hardware(on_gpus: bool) -> tuple[machine.Memory, int, list[Gpu], bool]:
+    """Return the memory of this node, bytes that are free for hidden states in a file, its GPUs, and whether its CPU gains by
+    bfloat16."""
+    # In a process of its own, as this worker lives on and would hold a part of their memory.
+    gpus = of_this_node.call(visible_gpus) if on_gpus else []
     return machine.memory(), on_this_machine()["file"], gpus, not on_gpus and fast_at_bfloat16("cpu")
 
 
-@ray.remote(num_cpus=0)
-def _reach(
+def reach(
     folder: Location, question: str, answer: str, token: str, models: Sequence[tuple[ModelRun, str, str]]
 ) -> str | None:
-    """None, or what does not work on this node. Nothing is created but the answer."""
+    """Return what does not work on this node, in words, or None. Creates nothing but the answer."""
     try:
         store = open_store(folder)
         if store.get(question) != token.encode():
@@ -285,9 +276,8 @@ def _reach(
     return None
 
 
-@ray.remote(num_cpus=0)
-def _fetch(runs: Sequence[ModelRun]) -> str | None:
-    """None, or why weights cannot be had on this node."""
+def fetch(runs: Sequence[ModelRun]) -> str | None:
+    """Download weights on this node; return why they cannot be had, in words, or None."""
     try:
         for run in runs:
             loading.fetch_weights(catalog.resolve(run.model, run.revision))

@@ -1,0 +1,63 @@
+"""Ends a local Ray with the search that has started it, whatever has ended that: `python orphans.py FOLDER`.
+
+Most of Ray's processes end by themselves when their search is killed, but some of Ray 2.60 wait minutes for the others, and one
+that is stopped waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+PATIENCE_S = 10.0
+
+
+def watch(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that, at `end` or where this process ends, kills all that were started with RAY_TMPDIR=`folder`, and
+    removes `folder`."""
+    return subprocess.Popen(
+        [sys.executable, "-P", __file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
+    )
+
+
+def end(watching: subprocess.Popen[bytes]) -> None:
+    """Have the process of `watch` do its work, and wait for it."""
+    assert watching.stdin is not None
+    watching.stdin.close()  # This ends the wait of `main`, as the end of this process does.
+    watching.wait()
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """Return the processes that were started with RAY_TMPDIR=`folder`."""
+    users = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # It has ended, or is another user's.
+            if process.environ().get("RAY_TMPDIR") == str(folder):
+                users.append(process)
+    return users
+
+
+def main(folder: Path) -> None:
+    # Slurm and terminals send their signals to every process; the search ends Ray when it has said what it has to say.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.read()
+    until = time.monotonic() + PATIENCE_S
+    # Processes may start others while those that are there are found.
+    while (users := processes(folder)) and time.monotonic() < until:
+        for process in users:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(users, timeout=1.0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
