@@ -12,8 +12,7 @@ import pytest
 from tests.small_experiments import FIRST, KEYS, NAMES, ODD, ROW, csv, experiment, only, record, said, write_table
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import to_json
-from tune_prune.core.ledger import Ledger, read_baselines, write_about, write_baselines
+from tune_prune.core.ledger import Ledger, put_sealed, read_baselines, write_about, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 
@@ -33,39 +32,39 @@ def test_an_experiment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "expected", "rows"),
+    ("name", "content", "expected", "rows"),
     [
         ("baseline.json", None, "{file} | it is missing", 3),
         ("trials", None, "no trial has an items.parquet", 3),
         (f"trials/{KEYS[NAMES[0]]}", None, f"trial {KEYS[NAMES[0]]} of {{folder}} | its items.parquet is missing", 3),
         (FIRST, None, "1 of 3 configurations have no record yet: taylor-s16-n8", 2),
         ("ledger", None, "3 of 3 configurations have no record yet", 0),
-        ("baseline.json", "[]", "{file} | it is JSON, but not an object", 3),
-        ("baseline.json", '{"tiny": 3}', "{file} | it is not a trial record", 3),
-        ("cost.json", "", "{file} | it is not valid JSON", 3),
-        ("cost.json", "[1]", "{file} | it is JSON, but not an object", 3),
-        ("cost.json", '{"gpu_hours": "many"}', "{file} | it is not an account of costs (gpu_hours is 'many'", 3),
-        ("cost.json", '{"gradient_passes": "5"}', "{file} | it is not an account of costs (gradient_passes is '5'", 3),
+        ("baseline.json", "[]", "{file} | it is without a checksum", 3),
+        ("cost.json", "", "{file} | it is without a checksum", 3),
+        (FIRST, '{"key": "key-tay', "{file} | it is without a checksum", 2),
+        ("baseline.json", {"tiny": 3}, "{file} | it is not the records of original models", 3),
+        ("cost.json", {"gpu_hours": "many"}, "{file} | it is not an account of costs (gpu_hours is 'many'", 3),
+        ("cost.json", {"gradient_passes": "5"}, "{file} | it is not an account of costs (gradient_passes is '5'", 3),
         (
             "cost.json",
-            '{"seconds_per_stage": null}',
+            {"seconds_per_stage": None},
             "{file} | it is not an account of costs (seconds_per_stage is None",
             3,
         ),
-        ("cost.json", '{"gpu_hours": NaN}', "{file} | it is not valid JSON (NaN", 3),
-        (FIRST, '{"key": "key-tay', "{file} | it is not valid JSON", 2),
-        (FIRST, to_json(record(NAMES[1]).to_dict()), "{file} | it is the record of another", 2),
-        (FIRST, to_json({**record(NAMES[0]).to_dict(), "metrics": "text"}), "{file} | it is not a trial record", 2),
-        ("ledger/odd.json", to_json(ODD.to_dict()), "{file} | it is a record whose configuration is not possible", 3),
+        (FIRST, record(NAMES[1]).to_dict(), "{file} | it is the record of another", 2),
+        (FIRST, {**record(NAMES[0]).to_dict(), "metrics": "text"}, "{file} | it is not a trial record", 2),
+        ("ledger/odd.json", ODD.to_dict(), "{file} | it is of another search", 3),
     ],
 )
 def test_what_is_lost_or_damaged_is_named_and_the_rest_is_read(
-    tmp_path: Path, name: str, text: str | None, expected: str, rows: int
+    tmp_path: Path, name: str, content: str | dict[str, Any] | None, expected: str, rows: int
 ) -> None:
     folder = experiment(tmp_path / "e", [record(one) for one in NAMES])
     file = folder / name
-    if text is not None:
-        file.write_text(text)
+    if isinstance(content, str):
+        file.write_text(content)
+    elif content is not None:
+        put_sealed(FolderStore(folder), name, content)
     else:
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     model = only(folder)
