@@ -99,7 +99,7 @@ def alone(modules: Path) -> dict[str, str]:
 
 
 def read_alone(cases: dict[str, Case], modules: Path, how: str) -> dict[str, Any]:
-    """What tests/checkpoint_reader.py finds out about each case, in a process of its own with `modules`, a new folder, as
+    """Return what tests/checkpoint_reader.py finds out about each case, in a process of its own with `modules`, a new folder, as
     Hugging Face's cache of code. It is told `how`; the package is on its path only where that is "registered"."""
     assert not modules.exists()
     environment = alone(modules)

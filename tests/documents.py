@@ -50,7 +50,7 @@ class Block:
 
 
 def blocks(document: Path) -> list[Block]:
-    """In the order in which they stand; commands may also be indented by four spaces, as the README has them."""
+    """Return the blocks in the order in which they stand; commands may also be indented by four spaces, as the README has them."""
     text = document.read_text(encoding="utf-8")
     found = [(match.start(), match[2], match[3]) for match in _FENCED.finditer(text)]
     outside = _FENCED.sub(lambda match: re.sub(r"[^\n]", "#", match[0]), text)  # same places, nothing to be found in it
@@ -62,7 +62,7 @@ def blocks(document: Path) -> list[Block]:
 
 
 def statements(code: str) -> list[str]:
-    """Of a shell block: lines, with those that continue them and their here-documents."""
+    """Split a shell block into lines, with those that continue them and their here-documents."""
     found: list[str] = []
     end = ""  # of a here-document, or a line that goes on
     for line in code.splitlines():
@@ -95,7 +95,7 @@ class Reader:
             (folder / name / "text" / "wikitext2-raw.train.txt").write_text(embedded.calibration_text())
 
     def python(self, code: str, names: dict[str, Any]) -> str:
-        """What `code` prints. Code that does without this package runs in a process that never imports it."""
+        """Return what `code` prints. Code that does without this package runs in a process that never imports it."""
         if "trust_remote_code" in code:
             own = {"PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(self.folder / "modules")}
             code += "\nimport sys; assert 'tune_prune' not in sys.modules"
@@ -215,11 +215,7 @@ def package_of_contributor(folder: Path) -> Path:
             '    shape: str = HYPERPARAMETERS["shape"].default\n',
             '    shape: str = HYPERPARAMETERS["shape"].default\n    {code}\n',
         ),
-        "scores = method.scores(model)": (
-            "trial/iteration.py",
-            "    return method.scores(model)\n",
-            "{code}\n",
-        ),
+        "scores = method.scores(model)": ("trial/iteration.py", "    return method.scores(model)\n", "{code}\n"),
     }
     for block in blocks(ROOT / "CONTRIBUTING.md"):
         if block.language != "python" or block.text.startswith('{"'):  # a line of tests/conftest.py
@@ -242,7 +238,7 @@ def package_of_contributor(folder: Path) -> Path:
 
 
 def do_what_contributing_says(folder: Path) -> None:
-    """In a process whose tune_prune is the one in `folder`."""
+    """Follow CONTRIBUTING.md in a process whose tune_prune is the one in `folder`."""
     import tune_prune
 
     assert tune_prune.__file__ == str(folder / "tune_prune" / "__init__.py")

@@ -185,7 +185,7 @@ def _record(config: PruningConfig | None, model: str, state: Any, outcomes: Mapp
 
 
 def _items(task: str, scores: np.ndarray) -> pd.DataFrame:
-    """As a search keeps them; three of five answers of boolq are yes."""
+    """Return the items as a search keeps them; three of five answers of boolq are yes."""
     choices = 2 if task in ("boolq", "piqa", "winogrande") else 4
     places = np.arange(len(scores))
     gold = (places % 5 < 3) if task == "boolq" else places % choices

@@ -63,7 +63,7 @@ def finished(spec: TrialSpec) -> TrialRecord:
 
 @dataclass
 class Started:
-    """What a start has run, and what the ledger holds of its trials."""
+    """The trials that a start has run, and what the ledger holds of them."""
 
     records: dict[str, TrialRecord]  # by key
     ran: list[str]  # keys of what this start ran, as they began

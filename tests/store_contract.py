@@ -46,7 +46,7 @@ class StoreContract:
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        """One with nothing in it."""
+        """An empty store."""
         raise NotImplementedError
 
     @pytest.fixture

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
-from tune_prune.analysis.statistics.differences import difference, paired_difference, read_items
+from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import by_size
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
@@ -70,7 +67,7 @@ def dense() -> TrialRecord:
 def found(
     folder: Path, records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord], about: Any = None
 ) -> Findings:
-    """What a search finds at its end."""
+    """Return the findings of a search at its end."""
     return find(study_of_search(folder, about or {}, baselines, records))
 
 
@@ -87,7 +84,7 @@ def table_of(folder: Path, *records: TrialRecord, top: int = 5, **baselines: Tri
 
 
 def test_one_folder_for_all_trials_does_not_make_them_one(tmp_path):
-    """As in results files whose output_dir names the experiment."""
+    """Results files of others name the experiment in output_dir."""
     rows = frame([trial("taylor-s16-n8", 0.7), trial("taylor-s32-n8", 0.6)], tmp_path).assign(output_dir="runs")
     gap = difference(rows.iloc[0], rows.iloc[1])
     assert (gap.points, gap.basis) == (pytest.approx(10), "unpaired")
@@ -96,15 +93,6 @@ def test_one_folder_for_all_trials_does_not_make_them_one(tmp_path):
 
 def best_of(folder: Path, *records: TrialRecord) -> dict[str, Any]:
     return view(folder, "global_best_config", *records, baselines={"tiny": dense()})["models"]["tiny"]
-
-
-def keep_items(folder: Path, record: TrialRecord, scores: dict[str, np.ndarray]) -> None:
-    """Give a trial its items.parquet, in a shuffled order."""
-    rows = [(task, i, score) for task, values in scores.items() for i, score in enumerate(values)]
-    items = pd.DataFrame(rows, columns=["task", "doc_id", "score"]).sample(frac=1, random_state=int(record.key[:4], 16))
-    path = folder / "trials" / record.key / "items.parquet"
-    path.parent.mkdir(parents=True)
-    items.assign(gold=0).to_parquet(path)
 
 
 def test_columns_begin_with_the_documented_ones(tmp_path: Path) -> None:
@@ -174,46 +162,6 @@ def test_a_model_whose_trials_all_failed_is_listed(tmp_path: Path) -> None:
     assert "no complete trial" in table_of(tmp_path, failed)
 
 
-def test_unpaired_noise_adds_both_standard_errors(tmp_path: Path) -> None:
-    """Gaps of 1.4 and 3.5 standard errors; one of unknown error was not compared with the best."""
-    near, far, unknown = trial("taylor-s16-n8", 0.58), trial("taylor-s32-n8", 0.55), trial("taylor-s8-n8", 0.6)
-    unknown.metrics.pop("acc_mean_stderr")
-    best = best_of(tmp_path, trial("taylor-s64-n8", 0.6001), near, far, unknown)
-    assert best["within_noise"] == ["taylor-s16-n8"]
-    assert best["within_noise_basis"] == "unpaired"
-
-
-def test_paired_difference_equals_a_direct_computation(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    sizes = {"boolq": 40, "piqa": 7, "winogrande": 300}
-    first = {task: generator.integers(0, 2, n).astype(float) for task, n in sizes.items()}
-    second = {task: np.where(generator.random(n) < 0.9, first[task], 1 - first[task]) for task, n in sizes.items()}
-    records = [trial("taylor-s16-n8", 0.6), trial("taylor-s32-n8", 0.5)]
-    for record, scores in zip(records, (first, second), strict=True):
-        keep_items(tmp_path, record, scores)
-    a, b = (read_items(str(tmp_path / "trials" / record.key)) for record in records)
-    assert a is not None
-    assert b is not None
-    mean, variance = 0.0, 0.0
-    for task, n in sizes.items():
-        gaps = [x - y for x, y in zip(first[task], second[task], strict=True)]
-        average = sum(gaps) / n
-        mean += average / 3
-        variance += sum((gap - average) ** 2 for gap in gaps) / (n - 1) / n / 9
-    assert paired_difference(a, b) == (pytest.approx(mean), pytest.approx(math.sqrt(variance)))
-    assert paired_difference(a, b.drop(("piqa", 3))) is None
-    assert paired_difference(a, a) == (0.0, 0.0)
-
-
-def test_damaged_items_are_named(tmp_path: Path) -> None:
-    records = [trial("taylor-s16-n8", 0.5), trial("taylor-s32-n8", 0.42)]
-    keep_items(tmp_path, records[0], {"boolq": np.ones(3)})
-    path = tmp_path / "trials" / records[0].key / "items.parquet"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"items\.parquet cannot be read"):
-        found(tmp_path, records, {})
-
-
 def test_method_comparison(tmp_path: Path) -> None:
     records = [trial(f"taylor-s{s}-n8", acc) for s, acc in ((16, 0.4), (32, 0.5), (64, 0.9))]
     records += [trial("taylor-s128-n8", 0, status="failed"), trial("blockwise-s16-n8", 0.7)]
@@ -223,29 +171,6 @@ def test_method_comparison(tmp_path: Path) -> None:
     assert (taylor["mean"], taylor["std"]) == (pytest.approx(0.6), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)))
     assert taylor["best"]["name"] == "taylor-s64-n8"
     assert (methods["blockwise"]["n"], methods["blockwise"]["std"]) == (1, None)
-
-
-def test_cross_model_comparison(tmp_path: Path) -> None:
-    accuracies = {
-        "a": {"taylor-s16-n8": 0.60, "taylor-s32-n8": 0.50, "taylor-s64-n8": 0.58, "taylor-s128-n8": 0.61},
-        "b": {"taylor-s16-n8": 0.40, "taylor-s32-n8": 0.70, "taylor-s64-n8": 0.66},
-    }
-    records = [trial(name, acc, model) for model, accs in accuracies.items() for name, acc in accs.items()]
-    across = view(tmp_path, "cross_model_comparison", *records)
-    best = {label: (entry["config"], entry["loss_points"]) for label, entry in across["best"].items()}
-    assert best == {"a": ("taylor-s128-n8", 0), "b": ("taylor-s32-n8", 0)}
-    loss = across["transfer"]["a"]["b"]
-    assert (loss["config"], loss["loss_points"]) == ("taylor-s32-n8", pytest.approx(11.0))
-    assert loss["loss_points_stderr"] == pytest.approx(math.sqrt(2))
-    assert across["transfer"]["b"]["a"] == {"config": "taylor-s128-n8", "evaluated": False}
-    for_all = across["best_for_all"]
-    assert (for_all["config"], for_all["num_candidates"]) == ("taylor-s64-n8", 3)
-    assert (for_all["acc_mean"], for_all["acc_mean_stderr"]) == (pytest.approx(0.62), pytest.approx(0.01))
-    assert for_all["models"]["b"]["loss_points"] == pytest.approx(4.0)
-    cells = [re.split("  +", line.strip()) for line in table_of(tmp_path, *records).splitlines()]
-    assert ["Model", "Own best", "a", "b", "Best for all: taylor-s64-n8"] in cells
-    assert ["a", "taylor-s128-n8", "0.00", "11.00 ± 1.41", "3.00 ± 1.41"] in cells
-    assert ["b", "taylor-s32-n8", "–", "0.00", "4.00 ± 1.41"] in cells
 
 
 def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:

@@ -43,21 +43,10 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert err == ""
     assert "read         alpha: 18 trials (17 complete, 1 failed)" in out
     assert out.count("taylor-s16-n128: failed: out of memory") == 2
-    score = r"\.\d{4} ± \.\d{4}"
-    close = r"\d+ of 16 others (?:is|are) too close to call|clearly better than all 16 others"
-    said, config = out.partition("\nkeep ")[0], output / "best_alpha_20" / "best_config.json"
-    decisions = rf"(alpha|beta): [^;]*\(\w+-s\d+-n\d+\): accuracy {score}, [\d.]+% of the original's; (?:{close}) "
-    assert re.findall(decisions, " ".join(said.split())) == ["alpha", "beta"] and said.startswith(
-        "best         alpha: "
-    )
-    assert re.search(rf"quote {score} for alpha and {score} for beta in a paper", " ".join(said.split()))
-    assert out[len(said) :].splitlines()[1:4] == [
-        f"keep         tune-prune prune --config {config} --output alpha-pruned",
-        "             for beta the same with the best_config.json of each and another --output",
-        f"wrote        {output}/report.html, to be opened in a browser",
-    ]
-    assert "warning      alpha, beta: Each configuration was run once" in out
-    assert out.splitlines()[-1].startswith("took         ")
+    said, config = " ".join(out.split()), output / "best_alpha_20" / "best_config.json"
+    assert re.findall(r"(alpha|beta): [^;]*\(\w+-s\d+-n\d+\): accuracy \.\d{4} ± \.\d{4}, ", said) == ["alpha", "beta"]
+    assert re.search(r"quote \.\d{4} ± \.\d{4} for alpha and \.\d{4} ± \.\d{4} for beta in a paper", said)
+    assert f"tune-prune prune --config {config} --output alpha-pruned" in out
     names = {path.name for path in output.iterdir()}
     reports = {"report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib"}
     layout = {f"{kind}_{model}_20" for kind in ("best", "consolidated") for model in ("alpha", "beta")}
@@ -94,9 +83,7 @@ print(err.getvalue())
 
 
 @pytest.mark.parametrize("written", ["70%", *(pytest.param(text, marks=pytest.mark.slow) for text in ("0.7", "70"))])
-def test_a_baseline_and_percent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, written: str
-) -> None:
+def test_a_baseline_and_percent(tmp_path, capsys, monkeypatch, written):
     if written != "0.7":  # figures take seconds: once
         for drawing in ("figures.figures.draw_all", "layout.draw_best"):
             monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
@@ -121,10 +108,8 @@ def test_a_baseline_and_percent(
     assert "-.7972" in shown["final_analysis_report.txt"]  # a coefficient is no accuracy
 
 
-def test_the_last_lines_save_what_the_rule_has_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of models whose search is known; a results file does not tell it."""
+def test_the_last_lines_save_what_the_rule_has_chosen(tmp_path, capsys, monkeypatch):
+    """A results file does not tell its search, and has no such line."""
     for drawing in ("figures.figures.draw_all", "layout.draw_best"):
         monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
     folder, output = simulated_study(tmp_path, models=("alpha",), items=20), tmp_path / "out"
@@ -149,7 +134,7 @@ def test_no_trial_at_all(tmp_path: Path, refusal: Callable[..., str]) -> None:
     for path in (folder / "ledger").glob("*.json"):
         path.write_text("{")
     said = refusal(folder, "--output", tmp_path / "out")
-    assert "no trial of alpha can be read, e.g. " in said and "ledger" in said and "is without a checksum" in said
+    assert "no trial of alpha can be read, e.g. " in said and "ledger" in said
     for path in (folder / "ledger").glob("*.json"):
         path.unlink()
     assert "alpha has no finished trial yet; run the search first" in refusal(folder, "--output", tmp_path / "out")

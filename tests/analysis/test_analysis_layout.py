@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.layout import folder_name, write_layout
 from tune_prune.analysis.statistics.differences import read_items
-from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.config import PruningConfig
 
 ITEMS = 30
@@ -119,20 +117,6 @@ def test_nothing_is_invented_for_a_published_grid(tmp_path: Path) -> None:
     assert len(pd.read_csv(tmp_path / "consolidated_Llama_20" / "all_methods_results.csv")) == 45
 
 
-def test_older_best_configurations_are_read_and_damaged_ones_named(tmp_path: Path) -> None:
-    write_layout(published_findings(), tmp_path)
-    folder = tmp_path / "consolidated_Llama_20"
-    file = folder / "global_best_config.json"
-    older = read(file)
-    older["models"]["Llama"]["baseline"] = {"acc_mean": 0.7, "acc_mean_stderr": None, "ppl": 6.1, "params": 8e9}
-    file.write_text(json.dumps(older))
-    model = read_study([folder], []).models["Llama"]
-    assert model.baseline == {"acc_mean": 0.7, "ppl": 6.1, "params_count": 8e9}
-    file.write_text("{")
-    model = read_study([folder], []).models["Llama"]
-    assert not model.baseline and any(problem.where == str(file) for problem in model.problems)
-
-
 def test_files_of_an_earlier_best_do_not_stay(tmp_path: Path) -> None:
     found = simulated_findings(tmp_path, models=("alpha",), items=ITEMS)
     output = tmp_path / "out"
@@ -152,17 +136,6 @@ def test_files_of_an_earlier_best_do_not_stay(tmp_path: Path) -> None:
     write_layout(found, output)  # what is damaged is written again
     assert {path for path, content in written.items() if path.read_bytes() != content} == {best / "notes.txt"}
     assert not list(output.rglob("*.tmp"))
-
-
-def test_a_model_without_a_complete_trial_is_listed(tmp_path: Path) -> None:
-    found = simulated_findings(tmp_path, models=("alpha", "beta"), items=ITEMS)
-    models = dict(found.study.models)
-    rows = models["beta"].rows.assign(success=False, status="failed")
-    study = replace(found.study, models=models | {"beta": replace(models["beta"], rows=rows)})
-    write_layout(find(study), tmp_path / "out")
-    values = read(tmp_path / "out" / "consolidated_beta_20" / "global_best_config.json")
-    assert (values["models"], values["models_without_complete_trial"]) == ({}, ["beta"])
-    assert not (tmp_path / "out" / "best_beta_20").exists()
 
 
 def test_folder_names() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from tune_prune.analysis.statistics.differences import (
     Shift,
     _shift,
     changes,
-    difference,
     judged,
     paired_difference,
     paired_freedom,
@@ -264,15 +262,3 @@ def test_a_gain_is_of_the_draws_that_both_have(tmp_path: Path) -> None:
     assert row["before_ppl"] == pytest.approx(first["ppl"])
     expected, stderr = paired_difference(read_items(after["output_dir"]), read_items(first["output_dir"]))
     assert (row["gain"], row["gain_stderr"]) == (pytest.approx(100 * expected), pytest.approx(100 * stderr))
-
-
-def test_an_unknown_error_of_draws_leaves_the_known_one() -> None:
-    first = {"acc_mean": 0.5, "acc_mean_stderr": 0.03, "draw_stderr": 0.03, "output_dir": ""}
-    second = {**first, "acc_mean": 0.4, "draw_stderr": math.nan}
-    one, other = pd.Series([0, 1, 1, 0] * 9), pd.Series([0, 1, 0, 0] * 9)
-    index = pd.MultiIndex.from_product([["a"], range(36)], names=["task", "doc_id"])
-    items = {"x": one.set_axis(index), "y": other.set_axis(index)}
-    config = asdict(PruningConfig("taylor", 16, 8))
-    rows = [pd.Series({**first, "output_dir": "x", **config}), pd.Series({**second, "output_dir": "y", **config})]
-    found = difference(*rows, items.__getitem__)
-    assert found.basis == "paired" and found.stderr_points > 100 * 0.03

@@ -74,7 +74,7 @@ def test_a_task_of_few_items_does_not_exclude_the_truly_best(few: int) -> None:
 
 
 def test_a_difference_of_two_items_that_are_all_alike_is_not_certain() -> None:
-    """Of seven tasks of two items two trials differ in both items of the first: each has 1/4 over 2 of variance more a task."""
+    """On seven tasks of two items two trials differ in both items of the first: each has 1/4 over 2 of variance more a task."""
     scores = {f"t{i}": np.array([[1.0, 0.0], [1.0, 0.0]]) if not i else np.ones((2, 2)) for i in range(7)}
     comparison = compared(PairedScores(scores, np.arange(2)), np.random.default_rng(0))
     expected = math.sqrt(2 * 7 * 0.25 / 2) / 7
@@ -114,7 +114,7 @@ def test_unpaired_chance_is_that_of_the_normal_distribution() -> None:
 
 
 def test_bootstrap_spread_is_the_analytic_one() -> None:
-    """By hand: task a has scores 1 1 1 0 (variance 1/4), task b 1 0 1 0 (1/3); against a configuration that is always wrong."""
+    """Counted by hand: scores 1 1 1 0 in task a (variance 1/4), 1 0 1 0 in task b (1/3), against one that is always wrong."""
     scores = {"a": np.array([[1.0, 0], [1, 0], [1, 0], [0, 0]]), "b": np.array([[1.0, 0], [0, 0], [1, 0], [0, 0]])}
     scores = {task: np.tile(values, (30, 1)) for task, values in scores.items()}
     outcomes = PairedScores(scores, np.arange(2))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.analysis.cost import between, cost_line, duration, totals, write_cost
+from tune_prune.analysis.cost import between, cost_line, totals, write_cost
 from tune_prune.core.ledger import read_costs
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
@@ -40,13 +40,6 @@ def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     assert cost["gpu_hours"] == pytest.approx((28 + 8) * 0.5 / 3600)
     assert cost["shared_passes"] == PASSES
     assert cost_line(cost) == "time         36s of computing in all"
-
-
-def test_passes_of_any_statistic_are_counted(tmp_path: Path) -> None:
-    passes = [*PASSES, stage("input_norms", 1.0, 20), stage("input_norms", 1.0, 20)]
-    cost = write_cost(FolderStore(tmp_path), [], {}, passes)
-    assert cost["input_norms_passes"] == 2
-    assert (cost["gradient_passes"], cost["removal_passes"]) == (1, 1)
 
 
 def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Path) -> None:
@@ -94,11 +87,3 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
 )
 def test_ranges_have_two_digits(seconds, said):
     assert between(seconds) == said
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.04, "0.0s"), (9.9, "9.9s"), (9.97, "10s"), (59.6, "1m00s"), (100, "1m40s"), (7500, "2h05m")],
-)
-def test_durations_as_a_person_says_them(seconds, said):
-    assert duration(seconds) == said

@@ -1,38 +1,34 @@
-"""Several draws of calibration samples: means and errors against plain loops, coverage by simulation, the race over draws."""
+"""Several draws of calibration samples, also of the random control: means and errors against plain loops, coverage by simulation,
+the race over draws; and the rule gold_logprob, cross-fitted over items and draws."""
 
 from __future__ import annotations
 
 import math
-import re
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import simulate_draws
 
 from tests.findings import simulated_study
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
+from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.files import markdown_table
-from tune_prune.analysis.render.page import render
-from tune_prune.analysis.render.paragraphs import paragraphs
-from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics import differences
 from tune_prune.analysis.statistics import draws as of_draws
 from tune_prune.analysis.statistics.comparison import PairedScores
-from tune_prune.analysis.statistics.cross_fit import by_draw, cross_fit
+from tune_prune.analysis.statistics.cross_fit import FOLDS, REPEATS, _deal, by_draw, cross_fit
 from tune_prune.analysis.statistics.differences import difference
-from tune_prune.analysis.statistics.draws import DrawVariance, draw_variance, interaction, next_draws, pooled
+from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance, interaction, next_draws, pooled
 from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core.config import PruningConfig
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-import simulate_draws
+from tune_prune.core.hashing import seed_for
 
 SEVERAL = {"blockwise-s64-n512": 3, "blockwise-s64-n128": 3, "layerwise-s64-n512": 2}
 
@@ -72,36 +68,8 @@ def test_a_configuration_is_the_mean_of_its_draws(found: ModelFindings) -> None:
     assert set(found.eligible["draws"]) == {1, 2, 3}
 
 
-def test_one_perplexity_for_several_runs_wherever_it_stands(tmp_path: Path) -> None:
-    """20, 50 and 125 are 50, as 50^3 is their product: not 65, their arithmetic mean, nor any of them."""
-    best = "blockwise-s64-n512"
-    study = read_study([simulated_study(tmp_path, models=("alpha",), items=30, draws=SEVERAL)], [])
-    rows = study.models["alpha"].rows
-    own = rows.index[(rows["name"] == best) | rows["name"].str.startswith(f"{best}-r")]
-    rows["ppl"], rows["extreme_pruning_layers"] = 300.0, 0.0
-    rows.loc[own, ["ppl", "extreme_pruning_layers"]] = [[20.0, 1.0], [50.0, 1.0], [125.0, 1.0]]
-    findings = find(study, "perplexity")
-    found = findings.models["alpha"]
-    assert found.best["name"] == best and found.best["ppl"] == pytest.approx(50, rel=1e-12)
-    tables = all_tables(findings)
-    texts = {
-        "screen": final_table(findings),
-        "report": report(findings),
-        "page": re.sub(r'data-sort="[^"]*"', "", render(findings, [])),
-        "paragraphs": paragraphs(findings)[0],
-        **{key: markdown_table(tables[key]) for key in ("optimal_configurations", "selection_rules", "extreme_layers")},
-    }
-    for name, text in texts.items():
-        assert re.search(r"\b50\.00\b", text) and not re.search(r"\b65\.00\b", text), name
-    # Of several configurations, too
-    rows.loc[rows.index.difference(own), "extreme_pruning_layers"] = 1.0
-    (row,) = all_tables(find(study))["extreme_layers"].rows
-    others = len(found.eligible) - 1
-    assert row["ppl"] == pytest.approx((50 * 300**others) ** (1 / (others + 1)))
-
-
 def test_errors_are_those_of_items_and_draws(found: ModelFindings) -> None:
-    """By plain loops: of three draws the items' error is of mean scores, the draws' what the items do not tell."""
+    """Plain loops give the same: of three draws the items' error is of mean scores, the draws' what the items do not tell."""
     squares, interactions, freedom = 0.0, 0.0, 0
     for name, count in SEVERAL.items():
         items = np.stack([read_items(folder).to_numpy(float) for folder in trials_of(found, name)["output_dir"]])
@@ -126,32 +94,6 @@ def test_errors_are_those_of_items_and_draws(found: ModelFindings) -> None:
         assert row["acc_mean_stderr"] == pytest.approx(math.hypot(of_items, math.sqrt(between.variance / row["draws"])))
         place = found.eligible.index.get_loc(row.name)
         assert math.sqrt(found.comparison.variances[place]) == pytest.approx(row["acc_mean_stderr"])
-
-
-def test_every_difference_has_both_parts(findings, found: ModelFindings) -> None:
-    first, second = found.eligible.iloc[0], found.named("taylor-s16-n128")
-    gap = difference(first, second, findings.items)
-    place = found.eligible.index.get_loc(second.name)
-    assert gap.basis == "paired" and gap.points == pytest.approx(-second["difference_points"])
-    assert gap.stderr_points == pytest.approx(second["difference_stderr_points"])
-    assert gap.stderr_points > 100 * math.sqrt(found.draw_variance.variance)  # one draw against several
-    assert found.comparison.half_width(0, place) > 1.8 * gap.stderr_points / 100
-    assert found.cross_fit.stderr > found.named(found.best["name"])["draw_stderr"]
-
-
-def test_a_draw_moves_the_tasks_of_a_mean_together(found: ModelFindings) -> None:
-    """Where all tasks are informative, the mean over them is acc_mean, and so is its error."""
-    fresh = replace(found)
-    vars(fresh)["uninformative"] = ["another"]
-    for _, row in found.eligible.iterrows():
-        assert fresh.informative(row) == pytest.approx((row["acc_mean"], row["acc_mean_stderr"]))
-    vars(some := replace(found))["uninformative"] = ["piqa", "boolq"]
-    row, tasks = found.eligible.iloc[0], [task for task in found.model.tasks if task not in ("piqa", "boolq")]
-    items = np.mean([read_items(folder).unstack() for folder in trials_of(found, row["name"])["output_dir"]], axis=0)
-    of_items = items[[sorted(found.model.tasks).index(task) for task in tasks]].var(axis=1, ddof=1).sum() / 60 / 25
-    between = draw_variance(found.draws, found.interactions, [f"acc_{task}" for task in tasks])
-    assert between.freedom == found.draw_variance.freedom
-    assert some.informative(row)[1] == pytest.approx(math.sqrt(of_items + between.variance / row["draws"]))
 
 
 def test_gaps_of_measures_have_both_parts_in_every_row() -> None:
@@ -228,17 +170,6 @@ def test_a_configuration_with_a_stopped_draw_is_not_eligible(study) -> None:
     assert {("blockwise-s64-n512", "complete"), ("blockwise-s64-n512-r1", "stopped early")} <= states
 
 
-def test_cross_fitting_leaves_the_draw_out() -> None:
-    """One configuration is right by its first draw alone: chosen by it, it is scored by the other one."""
-    index = pd.MultiIndex.from_product([["a"], range(10)], names=["task", "doc_id"])
-    draws = [[pd.Series(np.ones(10), index), pd.Series(np.zeros(10), index)], [pd.Series(np.full(10, 0.4), index)]]
-    scores = PairedScores({"a": np.column_stack([np.full(10, 0.5), np.full(10, 0.4)])}, np.arange(2))
-    tables = by_draw(draws)
-    fit = cross_fit(scores, ["x", "y"], lambda values: int(values.argmax()), np.random.default_rng(0), tables)
-    assert fit.naive == 0.5 and fit.corrected == pytest.approx(0.2)  # 0 where x is chosen, .4 where y is
-    assert fit.chosen == {"x": 0.5, "y": 0.5}
-
-
 def test_interaction_is_that_of_known_components() -> None:
     """Scores of known parts: the mean square between draws is Var(b) + Var(e)/n, and the interaction its second part."""
     generator, parts = np.random.default_rng(0), []
@@ -294,3 +225,213 @@ def test_draws_that_tie_are_not_taken_for_certain() -> None:
 def test_few_draws_find_the_winner_of_all(by: str) -> None:
     found = simulate_draws.adaptive(60, 3, 0.007, 12, np.random.default_rng(2), by)
     assert found["lost"] == 0 and found["share"] < 0.8
+
+
+TAKEN, CONTROL = "taylor-s16-n128", "random-s16-n128"  # the trials of the first are made those of the second
+SAMPLED = ("blockwise-s64-n512", "blockwise-s64-n128", "layerwise-s64-n512")
+ITEMS = 60
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """Three configurations and the control on three draws each, and others on one."""
+    path = simulated_study(
+        tmp_path_factory.mktemp("control"), ("alpha",), ITEMS, draws=dict.fromkeys((*SAMPLED, TAKEN), 3), draw_sd=0.06
+    )
+    controlled = read_study([path], [])
+    model = controlled.models["alpha"]
+    rows = model.rows
+    rows.loc[rows["name"].str.startswith(TAKEN), "method"] = "random"
+    rows["name"] = rows["name"].str.replace(TAKEN, CONTROL)
+    return replace(controlled, models={"alpha": replace(model, rows=typed(rows))})
+
+
+def by_loops(controlled: Study, name: str) -> tuple[float, float, float]:
+    """Return the sum of squares between the three draws of a configuration, that of the interaction, the variance of items."""
+    rows = controlled.models["alpha"].rows
+    folders = rows.loc[(rows["name"] == name) | rows["name"].str.startswith(f"{name}-r"), "output_dir"]
+    scores = np.stack([DrawItems(read_items).draws(folder)[0].to_numpy(float) for folder in folders]).reshape(
+        3, 7, ITEMS
+    )
+    accuracy = scores.mean(axis=(1, 2))
+    squares, interaction = sum((value - accuracy.mean()) ** 2 for value in accuracy), 0.0
+    for task in range(7):
+        for draw in range(3):
+            for item in range(ITEMS):
+                rest = scores[draw, task, item] - scores[:, task, item].mean()
+                rest -= scores[draw, task].mean() - scores[:, task].mean()
+                interaction += rest**2 / (ITEMS - 1) / ITEMS / 49
+    return squares, interaction, sum(one.var(ddof=1) for one in scores.mean(axis=0)) / ITEMS / 49
+
+
+def test_each_has_the_spread_of_its_own_population(controlled: Study) -> None:
+    findings = find(controlled)
+    found = findings.models["alpha"]
+    sums = [by_loops(controlled, name) for name in SAMPLED]
+    between = max(0.0, sum(squares - interaction for squares, interaction, _ in sums) / 6)
+    squares, interaction, of_items = by_loops(controlled, CONTROL)
+    own = (squares - interaction) / 2
+    assert own > 0 and abs(own - between) > 0.2 * between > 0  # else the two could not be told apart
+    pool = found.draw_variances["acc_mean"]
+    assert (pool.freedom, pool.variance) == (6, pytest.approx(between))
+    for name, variance, items in (
+        (CONTROL, own, of_items),
+        *((n, between, s[2]) for n, s in zip(SAMPLED, sums, strict=True)),
+    ):
+        row = found.named(name)
+        place = found.eligible.index.get_loc(row.name)
+        assert row["draw_stderr"] ** 2 == pytest.approx(variance / 3)
+        assert row["acc_mean_stderr"] ** 2 == pytest.approx(items + variance / 3)
+        assert found.comparison.variances[place] == pytest.approx(items + variance / 3)
+        fresh = replace(found)
+        vars(fresh)["uninformative"] = ["another"]  # the mean over the informative tasks is acc_mean then
+        assert fresh.informative(row)[1] == pytest.approx(row["acc_mean_stderr"])
+    gap = difference(found.named(SAMPLED[0]), found.named(CONTROL), findings.items)
+    assert gap.stderr_points**2 > 1e4 * (between + own) / 3
+    # Two degrees of freedom: tails far longer than the normal ones, as Student's t has them
+    place = found.eligible.index.get_loc(found.named(CONTROL).name)
+    assert found.comparison.half_width(place) > 2.4 * math.sqrt(of_items + own / 3)
+    assert f"{100 * math.sqrt(between):.2f} points" in markdown_table(all_tables(findings)["draws"])
+
+
+def test_the_control_changes_nothing_for_the_others(controlled: Study) -> None:
+    model = controlled.models["alpha"]
+    without = replace(model, rows=model.rows[model.rows["method"] != "random"])
+    found, alone = (find(one).models["alpha"] for one in (controlled, replace(controlled, models={"alpha": without})))
+    columns = ["acc_mean_stderr", "acc_piqa_stderr", "draw_stderr"]
+    rows = found.eligible.set_index("name")[columns]
+    others = alone.eligible.set_index("name")[columns]
+    assert len(others) == 17 and (rows.loc[others.index] == others).all(axis=None)
+    assert alone.draw_variances == found.draw_variances and not alone.control_variances
+
+
+Draws = list[list[pd.Series]]
+
+
+def most(values: np.ndarray) -> int:
+    return int(values.argmax())
+
+
+def simulated(
+    generator: np.random.Generator, counts: Sequence[int], n: int = 80, sd: float = 0.3
+) -> tuple[Draws, Draws]:
+    """Accuracies and log-probabilities by item, of equal configurations with these counts of draws: an item is right where its
+    log-probability is above -5, half of them on average over draws, which each raise or lower all items of a configuration."""
+    index = pd.MultiIndex.from_product([["a", "b"], range(n)], names=["task", "doc_id"])
+    shared = generator.standard_normal(2 * n)
+    golds = [
+        [
+            pd.Series(sd * generator.standard_normal() + shared + generator.standard_normal(2 * n) - 5, index)
+            for _ in range(count)
+        ]
+        for count in counts
+    ]
+    return [[(one > -5).astype(float) for one in series] for series in golds], golds
+
+
+def averaged(draws: Draws) -> PairedScores:
+    table = np.column_stack([sum(series).to_numpy() / len(series) for series in draws])
+    return PairedScores({"a": table[: len(table) // 2], "b": table[len(table) // 2 :]}, np.arange(len(draws)))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_neither_items_nor_draws_choose_what_they_score(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best by log-probability of 12 equal configurations, right on half of the items, has the luckiest draws. Leaving out items
+    alone keeps the draws' part of the bias, leaving out both none."""
+    monkeypatch.setattr("tune_prune.analysis.statistics.cross_fit._BOOTSTRAP_DRAWS", 2)  # its error is not looked at
+    generator, names = np.random.default_rng(3), [str(k) for k in range(12)]
+    found: dict[str, list[float]] = {"naive": [], "items": [], "both": []}
+    for _ in range(60):
+        draws, golds = simulated(generator, [count] * 12)
+        scores, by_gold = averaged(draws), averaged(golds)
+        items = [(list(by_gold.by_task.values()), list(scores.by_task.values()))]
+        both = by_draw(draws, golds)
+        for name, tables in (("items", items), ("both", both)):
+            fit = cross_fit(scores, names, most, generator, tables, measure=by_gold.accuracies)
+            assert fit is not None
+            found[name].append(fit.corrected - 0.5)
+        found["naive"].append(fit.naive - 0.5)
+    means = {name: np.mean(values) for name, values in found.items()}
+    errors = {name: np.std(values, ddof=1) / math.sqrt(len(values)) for name, values in found.items()}
+    assert means["naive"] >= means["items"] > 0.06 > 5 * errors["items"]
+    assert abs(means["both"]) < 3 * errors["both"] and errors["both"] < 0.015
+
+
+def test_of_one_draw_its_own_luck_stays() -> None:
+    """A configuration is chosen and scored by its only draw; the one with two draws is chosen by each and scored by the other."""
+    index = pd.MultiIndex.from_product([["a"], range(10)], names=["task", "doc_id"])
+    one, two = ([pd.Series(np.full(10, value), index) for value in values] for values in ((0.4,), (1.0, 0.0)))
+    golds = [[pd.Series(np.full(10, -3.0), index)], [pd.Series(np.full(10, value), index) for value in (-1.0, -9.0)]]
+    scores = PairedScores({"a": np.column_stack([np.full(10, 0.4), np.full(10, 0.5)])}, np.arange(2))
+    tables, measure = by_draw([one, two], golds), np.array([-3.0, -5.0])
+    fit = cross_fit(scores, ["one", "two"], most, np.random.default_rng(0), tables, measure=measure)
+    assert fit is not None and fit.naive == pytest.approx(0.4)  # on all draws the first
+    assert fit.corrected == pytest.approx(0.2)  # .4 where the draw of -9 chooses, 0 where that of -1 does
+    assert fit.chosen == {"one": 0.5, "two": 0.5}
+
+
+# of a search
+
+
+def with_log_probabilities(folder: Path, generator: np.random.Generator) -> None:
+    """Puts into the items of a trial log-probabilities that are a little higher where an item is right."""
+    table = pd.read_parquet(folder / "items.parquet")
+    rows = []
+    for choices, gold, score in zip(table["loglikelihoods"], table["gold"], table["score"], strict=True):
+        values = generator.normal(-9, 1, len(choices))
+        values[gold] += score
+        rows.append(values)
+    table.assign(loglikelihoods=rows).to_parquet(folder / "items.parquet")
+
+
+def study_folder(folder: Path) -> Path:
+    experiment, generator = (
+        simulated_study(folder, models=("alpha",), items=30, draws=SEVERAL),
+        np.random.default_rng(5),
+    )
+    for trial in sorted((experiment / "trials").iterdir()):
+        with_log_probabilities(trial, generator)
+    return experiment
+
+
+def found_in(experiment: Path) -> ModelFindings:
+    return find(read_study([experiment], []), "gold_logprob").models["alpha"]
+
+
+def test_the_choice_of_a_search_with_draws_is_that_of_plain_loops(tmp_path: Path) -> None:
+    found = found_in(study_folder(tmp_path))
+    tasks, measured = sorted(found.model.tasks), {}  # by name: log-probabilities and scores [draws, tasks, items]
+    for name in found.eligible["name"]:
+        rows = found.model.rows
+        own = rows[(rows["name"] == name) | rows["name"].str.startswith(f"{name}-r")].sort_values("name")
+        golds, scores = [], []
+        for folder in own["output_dir"]:
+            table = pd.read_parquet(Path(folder) / "items.parquet").sort_values(["task", "doc_id"])
+            chosen = [values[gold] for values, gold in zip(table["loglikelihoods"], table["gold"], strict=True)]
+            golds.append(np.reshape(chosen, (len(tasks), 30)))
+            scores.append(table["score"].to_numpy(float).reshape(len(tasks), 30))
+        measured[name] = (np.array(golds), np.array(scores))
+        assert len(golds) == SEVERAL.get(name, 1)
+    means = {name: golds.mean() for name, (golds, _) in measured.items()}
+    assert found.best["name"] == max(means, key=means.__getitem__)
+    generator = np.random.default_rng(seed_for(found.seed, "folds of alpha"))
+    members = [_deal(30, generator) for _ in tasks]
+    total, counts = 0.0, dict.fromkeys(measured, 0)
+    for split in range(FOLDS * REPEATS):
+        number = split // FOLDS % 3
+        held = [member[split].astype(bool) for member in members]
+        choice, highest = "", -math.inf
+        for name, (golds, _) in measured.items():
+            draw = number % len(golds)
+            others = [golds[k] for k in range(len(golds)) if k != draw or len(golds) == 1]
+            mean = np.mean([one[task][~held[task]].mean() for one in others for task in range(len(tasks))])
+            if mean > highest:
+                choice, highest = name, mean
+        counts[choice] += 1
+        own = measured[choice][1][number % len(measured[choice][1])]
+        total += sum(own[task][held[task]].sum() for task in range(len(tasks))) / 30 / len(tasks) / REPEATS
+    fit = found.cross_fit
+    assert fit is not None and fit.corrected == pytest.approx(total, abs=1e-6)
+    assert fit.chosen == pytest.approx({name: n / FOLDS / REPEATS for name, n in counts.items() if n})
+    assert fit.naive == pytest.approx(found.best["acc_mean"])
+    assert set(fit.chosen) & set(SEVERAL) and set(fit.chosen) - set(SEVERAL)  # of several draws and of one

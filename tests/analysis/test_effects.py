@@ -89,13 +89,6 @@ def test_method_table_by_hand() -> None:
     assert math.isnan(alone.loc["a", "std"]) and alone.loc["a", "std_n"] == 0  # a single row
 
 
-def test_level_table_by_hand() -> None:
-    rows = grid(("a", "b"), (16, 32), (8,)).iloc[[3, 0, 2]].assign(acc_mean=[0.9, 0.2, 0.4])
-    table = effects.level_table(rows, "seq_len")
-    assert table.loc[16].to_list() == pytest.approx([2, 0.3, math.sqrt(0.02), 0.1, 0.2, 0.4])
-    assert table.loc[32].to_list() == pytest.approx([1, 0.9, math.nan, math.nan, 0.9, 0.9], nan_ok=True)
-
-
 @pytest.mark.parametrize(
     ("points", "direction", "best"),
     [
@@ -151,30 +144,8 @@ def test_trend_of_noise_is_flat_but_for_one_in_twenty() -> None:
     assert stats.binomtest(found[True], 300, 0.05).pvalue > 0.001
 
 
-def test_trend_with_one_row_a_level_uses_the_rows_own_errors() -> None:
-    rows = planted(grid(("taylor",), samples=(8,)), seq_len=dict.fromkeys(SEQ_LENS, 0.0) | {32: 0.1, 64: 0.02})
-    rows = rows.assign(acc_mean_stderr=[0.03, 0.04, 0.03, 0.03, 0.03]).iloc[[3, 1, 4, 0, 2]]
-    trend = effects.trend(rows, "seq_len")
-    assert (trend.direction, trend.best_level) == ("flat", 32)  # 10 points against 5
-    assert (trend.spread_points, trend.stderr_points) == (pytest.approx(10), pytest.approx(5))
-    sharp = effects.trend(rows.assign(acc_mean_stderr=rows["acc_mean_stderr"] / 10), "seq_len")
-    assert sharp.direction == "rises_then_falls"
-    unknown = effects.trend(rows.assign(acc_mean_stderr=math.nan), "seq_len")
-    assert (unknown.direction, math.isnan(unknown.stderr_points)) == ("unknown", True)
-
-
-def test_trend_where_rows_are_too_few_for_all_factors() -> None:
-    """8 rows cannot carry 5 lengths, 2 methods and 3 sample counts and leave something: the methods are taken out."""
-    rows = planted(grid(), 0.002, seq_len=dict(zip(SEQ_LENS, (0, 0.1, 0.2, 0.3, 0.4), strict=True)))
-    rows = rows.iloc[[0, 4, 8, 9, 13, 17, 21, 25]]
-    trend = effects.trend(rows, "seq_len")
-    fit = ols("acc_mean ~ seq_len + method", rows.astype({"seq_len": "str"})).fit()
-    contrast = fit.t_test("seq_len[T.256] - seq_len[T.16] = 0")
-    assert (trend.direction, trend.stderr_points) == ("rises", pytest.approx(100 * contrast.sd.item()))
-
-
 def sum_of_squares(rows: pd.DataFrame, columns: list[str]) -> float:
-    """Of an effect on a full grid: the cell means over `columns`, less the effects of fewer columns."""
+    """Return it for an effect on a full grid: the cell means over `columns`, less the effects of fewer columns."""
     parts = {(): np.full(len(rows), rows["acc_mean"].mean())}
     for size in range(1, len(columns) + 1):
         for some in itertools.combinations(columns, size):
@@ -324,23 +295,26 @@ def test_correlations_that_cannot_be_computed() -> None:
     assert flat.reason == Message("constant", {"column": "acc_mean"})
 
 
-def test_the_order_of_rows_changes_nothing() -> None:
-    for rows in (planted(grid(), 0.01), adaptive(3, 40)):
-        rows = rows.assign(grad_mean_ratio=rows["seq_len"].astype("float64"), ppl=np.arange(float(len(rows))))
-        mixed = rows.sample(frac=1, random_state=4)
-        table, again = effects.anova(rows), effects.anova(mixed)
-        assert (table is None) == (again is None)
-        if table is not None and again is not None:
-            pd.testing.assert_frame_equal(table, again)
-        pd.testing.assert_frame_equal(effects.method_table(rows), effects.method_table(mixed))
-        assert effects.importance(mixed, again) == pytest.approx(effects.importance(rows, table))
-        for factor in ("seq_len", "num_samples"):
-            pd.testing.assert_frame_equal(effects.level_table(rows, factor), effects.level_table(mixed, factor))
-            one, other = effects.trend(rows, factor), effects.trend(mixed, factor)
-            assert (one.direction, one.best_level) == (other.direction, other.best_level)
-            assert one.stderr_points == pytest.approx(other.stderr_points)
-        for first, second in zip(effects.correlations(rows), effects.correlations(mixed), strict=True):
-            assert (first.r, first.low) == pytest.approx((second.r, second.low))
+def test_trend_with_one_row_a_level_uses_the_rows_own_errors() -> None:
+    rows = planted(grid(("taylor",), samples=(8,)), seq_len=dict.fromkeys(SEQ_LENS, 0.0) | {32: 0.1, 64: 0.02})
+    rows = rows.assign(acc_mean_stderr=[0.03, 0.04, 0.03, 0.03, 0.03]).iloc[[3, 1, 4, 0, 2]]
+    trend = effects.trend(rows, "seq_len")
+    assert (trend.direction, trend.best_level) == ("flat", 32)  # 10 points against 5
+    assert (trend.spread_points, trend.stderr_points) == (pytest.approx(10), pytest.approx(5))
+    sharp = effects.trend(rows.assign(acc_mean_stderr=rows["acc_mean_stderr"] / 10), "seq_len")
+    assert sharp.direction == "rises_then_falls"
+    unknown = effects.trend(rows.assign(acc_mean_stderr=math.nan), "seq_len")
+    assert (unknown.direction, math.isnan(unknown.stderr_points)) == ("unknown", True)
+
+
+def test_trend_where_rows_are_too_few_for_all_factors() -> None:
+    """8 rows cannot carry 5 lengths, 2 methods and 3 sample counts and leave something: the methods are taken out."""
+    rows = planted(grid(), 0.002, seq_len=dict(zip(SEQ_LENS, (0, 0.1, 0.2, 0.3, 0.4), strict=True)))
+    rows = rows.iloc[[0, 4, 8, 9, 13, 17, 21, 25]]
+    trend = effects.trend(rows, "seq_len")
+    fit = ols("acc_mean ~ seq_len + method", rows.astype({"seq_len": "str"})).fit()
+    contrast = fit.t_test("seq_len[T.256] - seq_len[T.16] = 0")
+    assert (trend.direction, trend.stderr_points) == ("rises", pytest.approx(100 * contrast.sd.item()))
 
 
 def test_a_full_grid_has_what_only_a_refit_reads_among_refits_alone():

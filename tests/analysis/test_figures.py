@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,40 +15,26 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
+from tests.findings import METHODS, SAMPLES, SEQ_LENS
 from tune_prune.analysis.figures import figure_style, figures
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.render.messages import accuracies_in_percent
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
 from tune_prune.analysis.tables.configurations import by_size
-from tune_prune.core.errors import UserError
 
-LOST = "layerwise-s16-n128"
-
-
-@pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Two models of 18 configurations with items, one of which failed in each."""
-    return simulated_findings(tmp_path_factory.mktemp("study"), failed=[LOST])
+LOST = ("taylor-s16-n128", "layerwise-s64-n512")  # of `simulated`
 
 
 @pytest.fixture(scope="module")
 def drawn(simulated: Findings, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All figures of `simulated`, in a folder of their own."""
     return figures.draw_all(simulated, tmp_path_factory.mktemp("drawn") / "figures")
-
-
-@pytest.fixture(scope="module")
-def llama() -> ModelFindings:
-    return published_findings().models["Llama"]
 
 
 def searched(
@@ -69,7 +54,7 @@ def findings_of(*models: Model) -> Findings:
 
 
 def points(axes: Axes, marker: str) -> set[tuple[float, float]]:
-    """Where the axes have that marker, filled or not; the ring around the best aside."""
+    """Return the places where the axes have that marker, filled or not; the ring around the best aside."""
     drawn = [line for line in axes.get_lines() if line.get_marker() == marker and line.get_markersize() < 8]
     places = [zip(*line.get_data(), line.get_markevery() or itertools.repeat(True), strict=False) for line in drawn]
     return {(float(x), float(y)) for x, y, shown in itertools.chain(*places) if shown}
@@ -129,19 +114,19 @@ def test_heatmap_shows_every_accuracy_the_best_and_what_is_missing(simulated: Fi
     assert figure.axes[-1].get_ylim() == (low, high)  # of the colour bar
     for method, axes in panels(figure).items():
         places = {f"{method}-s{s}-n{n}": (c, r) for r, s in enumerate(SEQ_LENS) for c, n in enumerate(SAMPLES)}
-        accuracy = {place: rows["acc_mean"][name] for name, place in places.items() if name != LOST}
+        accuracy = {place: rows["acc_mean"][name] for name, place in places.items() if name not in LOST}
         shades = {place: mpl.colormaps["cividis"]((value - low) / (high - low)) for place, value in accuracy.items()}
         assert cells(axes) == shades and axes.patch.get_hatch()
         printed = {tuple(np.subtract(text.get_position(), 0.5)): text.get_text() for text in axes.texts}
         assert printed == {place: f"{value:.3f}"[1:] for place, value in accuracy.items()}
         best = {place for name, place in places.items() if name == model.best["name"]}
-        tied = {place for name, place in places.items() if name != LOST and rows["in_confidence_set"][name]}
+        tied = {place for name, place in places.items() if name not in LOST and rows["in_confidence_set"][name]}
         assert cells(axes, 2.0).keys() == best and cells(axes, 0.8).keys() == tied - best
-    assert legend(figure) == ["best", "too close to call (95%)", "no complete trial (1)"]
+    assert legend(figure) == ["best", "too close to call (95%)", "no complete trial (2)"]
 
 
 def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of_the_levels() -> None:
-    """As a grid holds it: once, at the first of each list."""
+    """A grid holds it once, at the first of each list."""
     one = searched("m", ["taylor", "layerwise", "random"], SEQ_LENS, SAMPLES)
     rows = one.rows[(one.rows["method"] != "random") | (one.rows.groupby("method").cumcount() == 0)]
     collected = rows["method"].map({"taylor": 0.5, "layerwise": 0.5})  # random has no stage of a statistic
@@ -176,30 +161,8 @@ def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Pat
     assert "accuracy_size" in {path.stem for path in figures.draw_all(found, tmp_path)}
 
 
-def test_bands_of_accuracy_against_size_go_over_the_draws_of_the_best() -> None:
-    def pruned(ratio: float, accuracies: Sequence[float]) -> Model:
-        seeds = {"seed": [math.nan, 1, 2][: len(accuracies)], "acc_mean": accuracies}
-        samples = [128] * len(accuracies)
-        model = searched(f"m@{ratio}", ["taylor"], [16], samples, pruning_ratio=ratio, removed_fraction=ratio, **seeds)
-        return replace(model, base="m", baseline={"acc_mean": 0.7, "acc_mean_stderr": 0.01})
-
-    def band(found: Findings) -> tuple[list[str], list[tuple[float, float]]]:
-        sizes = by_size(found)
-        assert sizes is not None
-        figure = figures.accuracy_size(sizes)
-        (area,) = [shape for shape in figure.axes[0].collections if isinstance(shape, FillBetweenPolyCollection)]
-        corners = {(round(float(x)), round(float(y), 3)) for x, y in area.get_paths()[0].vertices}
-        return legend(figure), sorted(corners)
-
-    words, corners = band(findings_of(pruned(0.1, [0.60, 0.64, 0.65]), pruned(0.3, [0.5])))
-    assert "lowest to highest run" in words
-    assert corners == [(70, 0.5), (90, 0.6), (90, 0.65), (100, 0.7)]
-    words, corners = band(findings_of(pruned(0.1, [0.63]), pruned(0.3, [0.5])))
-    assert "lowest to highest run" not in words
-    assert corners == [(70, 0.5), (90, 0.63), (100, 0.7)]
-
-
-def test_method_bars_are_means_with_every_configuration(llama: ModelFindings) -> None:
+def test_method_bars_are_means_with_every_configuration(published: Findings) -> None:
+    llama = published.models["Llama"]
     figure = figures.methods({"Llama": llama})
     (axes,) = figure.axes
     assert axes.get_ylim()[0] == 0
@@ -214,38 +177,8 @@ def test_method_bars_are_means_with_every_configuration(llama: ModelFindings) ->
     assert legend(figure) == [*METHODS, "mean ± std over configurations"]
 
 
-def test_curves_are_means_by_level(llama: ModelFindings) -> None:
-    for factor in ("seq_len", "num_samples"):
-        (axes,) = figures.curves({"Llama": llama}, factor).axes
-        drawn = {str(line.get_label()): line for line in axes.get_lines() if len(line.get_xdata())}
-        assert drawn.keys() == {*METHODS, "all methods"}
-        means = llama.eligible.groupby(factor)["acc_mean"].mean()
-        np.testing.assert_allclose(drawn["all methods"].get_xydata(), list(means.items()))
-        for method, band in zip(METHODS, axes.collections, strict=True):
-            rows = llama.eligible[llama.eligible["method"] == method]
-            groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in means.index]
-            np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
-            error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
-            corners = band.get_paths()[0].vertices
-            np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == x, 1]) / 2 for x in means.index], error)
-
-
-def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(simulated: Findings) -> None:
-    model = simulated.models["alpha"]
-    figure = figures.ppl_accuracy({"alpha": model})
-    (axes,) = figure.axes
-    for method, marker in zip(METHODS, "os^", strict=True):
-        rows = model.eligible[model.eligible["method"] == method]
-        assert points(axes, marker) == set(zip(rows["ppl"], rows["acc_mean"], strict=True))
-    (ring,) = [line for line in axes.get_lines() if line.get_markersize() == 8]
-    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (model.best["ppl"], model.best["acc_mean"])
-    assert points(axes, "*") == {(15.0, model.model.baseline["acc_mean"])}
-    assert "original model" in legend(figure)
-    hollow = sum(len(line.get_xdata()) for line in axes.get_lines() if line.get_markerfacecolor() == "white")
-    assert hollow == (~model.eligible["in_confidence_set"]).sum() > 0
-
-
-def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelFindings) -> None:
+def test_cost_is_time_where_known_else_tokens(simulated: Findings, published: Findings) -> None:
+    llama = published.models["Llama"]
     first, second = figures.accuracy_cost({"alpha": simulated.models["alpha"], "Llama": llama}).axes
     assert (first.get_xlabel(), second.get_xlabel()) == ("Seconds of a trial on its machine", "Calibration tokens")
     rows = llama.eligible[llama.eligible["method"] == "taylor"]
@@ -257,70 +190,11 @@ def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelF
         assert y == accuracy[cost <= x].max()
 
 
-def marked(axes: Axes, marker: str) -> Line2D:
-    (line,) = [line for line in axes.get_lines() if line.get_marker() == marker]
-    return line
-
-
-def layers_file(folder: Path, name: str, layers: list[Mapping[str, Any]]) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(json.dumps({"layers": layers}))
-
-
-def test_best_of_a_model_is_pictured_from_its_trial_folder(simulated: Findings, tmp_path: Path) -> None:
-    folder = Path(simulated.models["alpha"].best["output_dir"])
-    paths = figures.draw_best(folder, tmp_path / "visualization")
-    assert [path.name for path in paths] == ["gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png"]
-    assert all(len(np.unique(imread(path))) > 20 for path in paths)
-    kept = figures.layer_shares(folder)
-    assert kept is not None
-    file = json.loads((folder / "pruning_comparison.json").read_text())["layers"]
-    for part in ("kv_groups", "mlp_channels"):
-        assert list(kept[part]) == [layer[f"{part}_kept"] / layer[f"{part}_before"] for layer in file]
-    (axes,) = figures.retention_figure(kept).axes
-    for line, part in zip((marked(axes, "s"), marked(axes, "o")), ("kv_groups", "mlp_channels"), strict=True):
-        assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1, 2, 3], list(kept[part]))
-    (axes,) = figures.pruning_figure(kept).axes
-    groups, channels, whole = axes.containers
-    heights = [bar.get_height() for container in (groups, channels) for bar in container.patches]
-    np.testing.assert_allclose(heights, [*(1 - kept["kv_groups"]), *(1 - kept["mlp_channels"])])
-    segments = whole.lines[2][0].get_segments()
-    np.testing.assert_allclose([segment[0, 1] for segment in segments], [layer["pruned_fraction"] for layer in file])
-
-
-def test_gradients_that_are_zero_or_not_finite_are_counted(tmp_path: Path) -> None:
-    values = [(1e-3, 2.0), (4e-3, "inf"), (2e-3, 0.0)]
-    layers = [{"layer": i, "grad_mean": m, "grad_norm": n} for i, (m, n) in enumerate(values)]
-    layers_file(tmp_path, "gradient_diagnosis.json", layers)
-    table = figures.layer_table(tmp_path / "gradient_diagnosis.json", ["grad_mean", "grad_norm"])
-    assert table is not None
-    mean, norm = figures.gradient_figure(table).axes
-    assert (mean.get_title("right"), norm.get_title("right")) == ("largest / smallest: 4", "2 zero or not finite")
-    assert marked(norm, "s").get_ydata().tolist() == [2.0]
-
-
-def test_what_is_missing_is_left_out_and_what_is_damaged_is_named(simulated: Findings, tmp_path: Path) -> None:
-    model = simulated.models["alpha"]
-    assert figures.draw_best(tmp_path / "nowhere", tmp_path / "out") == []
-    for damage in ([{"layer": 0, "kv_groups_before": 4}], [{"layer": "first"}], []):
-        layers_file(tmp_path, "pruning_comparison.json", damage)
-        with pytest.raises(UserError, match=r"pruning_comparison.json has no layers with kv_groups_before"):
-            figures.draw_best(tmp_path, tmp_path / "out")
-    damaged = replace(model, eligible=model.eligible.assign(output_dir=str(tmp_path)))
-    with pytest.raises(UserError, match="move it away"):
-        figures.draw_all(replace(simulated, models={"alpha": damaged}), tmp_path / "out")
-
-
 KEPT = pd.DataFrame({"kv_groups": [1.0, 0.5], "mlp_channels": [0.25, 1.0], "params": [0.5, 0.8]})
 SIZES = pd.DataFrame(
     {"model": "m", "ratio": [0.0, 0.2], "kept": [1.0, 0.8], "acc_mean": [0.7, 0.62], "acc_mean_stderr": [0.01, 0.02]}
     | {"acc_lowest": [math.nan, 0.62], "acc_highest": [math.nan, 0.62]}
 )
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelFindings]:
-    return dict(simulated_findings(tmp_path_factory.mktemp("study")).models)
 
 
 def fraction_figures(models: dict[str, ModelFindings]) -> dict[str, Figure]:
@@ -361,7 +235,8 @@ def ticks(axes: Axes) -> Iterator[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("percent", [False, True])
-def test_ticks_labels_and_numbers_are_in_percent_where_asked(models: dict[str, ModelFindings], percent: bool) -> None:
+def test_ticks_labels_and_numbers_are_in_percent_where_asked(simulated: Findings, percent: bool) -> None:
+    models = dict(simulated.models)
     scale = 100 if percent else 1
     with accuracies_in_percent(percent):
         made = fraction_figures(models)

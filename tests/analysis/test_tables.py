@@ -7,8 +7,6 @@ import html
 import io
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,19 +16,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import from_csv, simulated_findings, simulated_study
 from tune_prune.analysis.cost import duration
-from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.render.files import csv_text, document, escape, latex_table, markdown_table
+from tune_prune.analysis.render.files import csv_text, escape, latex_table, markdown_table
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.render.text import text_table
-from tune_prune.analysis.statistics.findings import Findings, Message, find
+from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables, write_tables
 from tune_prune.analysis.tables.table import Column, Row, Table
 
-HOSTILE = ("<script>alert(1)</script>", "=1+1|`*x*`")
-NASTY = r'100% of C:\tmp_x & {y} #1 [a] ~ ^ $5 "q" <b> | *z* --x -1.5 é 模 {{ 7 * 7 }}'
 Grid = list[list[tuple[str, tuple[bool, bool]]]]  # rows of (text, (marked as best, marked as at chance))
 
 SMALL = Table(
@@ -53,26 +47,9 @@ SMALL = Table(
 
 
 @pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Two models with items and dense baselines, 18 configurations each, two of them failed or stopped."""
-    folder = tmp_path_factory.mktemp("simulated")
-    return simulated_findings(folder, failed=["taylor-s16-n128"], stopped=["layerwise-s64-n512"])
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Models whose names are code, and a failed trial of each whose reason is."""
-    folder = tmp_path_factory.mktemp("hostile")
-    study = read_study([simulated_study(folder, models=HOSTILE, failed=["taylor-s16-n128"])], [])
-    for model in study.models.values():
-        model.rows.loc[model.rows["status"] == "failed", "reason"] = NASTY
-    return find(study)
-
-
-@pytest.fixture(scope="module")
-def every_table(hostile: Findings) -> list[Table]:
-    more = [trial_tables.problems(hostile), trial_tables.costs(hostile)]
-    made = [*all_tables(hostile).values(), *more, SMALL]
+def every_table(simulated: Findings) -> list[Table]:
+    more = [trial_tables.problems(simulated), trial_tables.costs(simulated)]
+    made = [*all_tables(simulated).values(), *more, SMALL]
     assert all(table is not None for table in made)
     return [table for table in made if table is not None]
 
@@ -89,7 +66,7 @@ def unmarked(text: str, best: bool) -> tuple[str, tuple[bool, bool]]:
 
 
 def read_html(table: Table) -> Grid:
-    """As XML, which is strict about what is a tag."""
+    """Read a page as XML, which is strict about what is a tag."""
     page = str(environment().get_template("table.html.j2").module.table(table))  # type: ignore[attr-defined]
     found = re.search("<table.*</table>", page, re.DOTALL)
     assert found is not None
@@ -102,7 +79,7 @@ def read_html(table: Table) -> Grid:
 
 
 def assert_shown(text: str, column: Column, row: Row) -> None:
-    """That `text` is what the row holds: numbers to half of their last digit, texts from their beginning."""
+    """Check that `text` is what the row holds: numbers to half of their last digit, texts from their beginning."""
     value = row.get(column.key)
     if value is None or value == "" or (not isinstance(value, (str, Message)) and pd.isna(value)):
         assert text in ("", "–")
@@ -156,7 +133,6 @@ def test_csv_holds_every_value_in_full_and_no_formula(every_table: list[Table]) 
                     assert float(cells[key.replace("=", "'=", 1) if key[0] == "=" else key]) == value
             formulas = [text for text in cells.values() if re.match(r"[=+@\t\r]|-(?!\.?\d|inf)", text)]
             assert formulas == [] and not any(key.startswith("=") for key in cells)
-    assert "'" + HOSTILE[1] in csv_text(every_table[0])
 
 
 def test_text_is_aligned_marked_and_without_empty_columns() -> None:
@@ -231,33 +207,6 @@ def test_statistics(simulated: Findings) -> None:
     assert math.isnan(rows["gradient_passes"]["of_alpha"])
 
 
-def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
-    """Losses against the own optimum: with another model's, and with the minimal configuration of 4 samples."""
-    made, losses = all_tables(simulated), simulated.transfer.losses
-    impact = {(row["model"], row["setting"]): row for row in made["configuration_impact"].rows}
-    assert impact["beta", "dense"]["retained"] == 1
-    lost = losses["alpha"]["beta"]
-    assert impact["alpha", "optimum of beta"].items() >= {key: lost[key] for key in ("acc_mean", "loss_points")}.items()
-    first, second = made["transfer"].rows
-    assert (first["of_alpha"], first["of_beta"], first["of_beta_stderr"]) == (
-        0,
-        lost["loss_points"],
-        lost["loss_points_stderr"],
-    )
-    share = losses["beta"]["alpha"]["loss_points"] / simulated.models["beta"].best["acc_mean"]
-    assert (second["of_alpha_percent"], second["of_beta"]) == (share, 0)
-
-    findings = from_csv(tmp_path, {"M": lambda m, s, n: 0.5 + s / 1000 + n / 10000})
-    own = findings.models["M"].best
-    minimal = findings.models["M"].eligible.query("num_samples == 4")
-    rows = [row for row in all_tables(findings)["configuration_impact"].rows if row["setting"] == "minimal"]
-    assert [row["config"] for row in rows] == list(minimal["name"])
-    losses = 100 * (own["acc_mean"] - minimal["acc_mean"])
-    assert [row["loss_points"] for row in rows] == pytest.approx(list(losses))
-    errors = 100 * np.hypot(own["acc_mean_stderr"], minimal["acc_mean_stderr"])
-    assert [row["loss_points_stderr"] for row in rows] == pytest.approx(list(errors))
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -297,8 +246,8 @@ def check_latex(text: str) -> None:
             assert len(re.findall(r"(?<!\\)&", line)) + 1 == columns, line
 
 
-def test_files_are_well_formed(hostile: Findings, tmp_path: Path) -> None:
-    for path in write_tables(hostile, tmp_path / "tables"):
+def test_files_are_well_formed(simulated: Findings, tmp_path: Path) -> None:
+    for path in write_tables(simulated, tmp_path / "tables"):
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".tex" and path.stem != "all_tables":
             assert text.startswith("% The document needs \\usepackage{array,booktabs,graphicx,longtable}\n")
@@ -310,44 +259,13 @@ def test_files_are_well_formed(hostile: Findings, tmp_path: Path) -> None:
     whole = (tmp_path / "tables" / "all_tables.tex").read_text(encoding="utf-8")
     check_latex(whole)
     assert whole.startswith(r"\documentclass") and whole.endswith("\\end{document}\n")
-    assert all(latex_table(table) in whole for table in all_tables(hostile).values())
-
-
-LONG = (
-    "mistral-community/Mistral-7B-Instruct-v0.3-unsloth",
-    "meta-llama_Meta-Llama-3.1-8B-Instruct-hf",
-    "Qwen2.5MathInstruct7BReasoningDistilled",
-    "some_organisation.model_name_with_underscores_13b",
-)
-RATIOS = tuple(f"tiny-{family}@{ratio}" for family in ("llama", "qwen2", "mistral") for ratio in (0.2, 0.3))
-
-
-@pytest.fixture(scope="module", params=[("one",), LONG, RATIOS], ids=["one label", "long labels", "six labels"])
-def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    lost = {"failed": ["taylor-s16-n128"], "stopped": ["layerwise-s64-n512"]}
-    return simulated_findings(tmp_path_factory.mktemp("study"), models=request.param, items=40, **lost)
+    assert all(latex_table(table) in whole for table in all_tables(simulated).values())
 
 
 def test_a_table_is_scaled_where_the_line_of_the_document_is_narrower() -> None:
-    """Of any document: a column of a journal, or a page that no size of letters has room on."""
+    """The document may have any line: a column of a journal, or a page that no size of letters has room on."""
     columns = [Column("model", "Model"), *(Column(f"n{index}", f"n{index}", "int") for index in range(40))]
     rows = [{"model": "m", **{f"n{index}": 1234567 for index in range(40)}}]
     text = latex_table(Table("wide", "Wide", columns, rows))
     fitted = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
     assert re.search(re.escape(fitted) + r"\n\\begin{tabular}(?s:.*)\\end{tabular}}\n", text)
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex (texlive-latex-recommended)")
-def test_pdflatex_finds_nothing_too_wide(wide: Findings, tmp_path: Path) -> None:
-    (tmp_path / "all.tex").write_text(document(list(all_tables(wide).values())), encoding="utf-8")
-    for _ in range(2):  # a longtable knows its widths the second time
-        run = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
-        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
-        assert done.returncode == 0, done.stdout[-2000:]
-    assert not re.search(r"Overfull|Float too large", done.stdout), done.stdout
-
-
-def test_every_letter_of_the_tables_is_one_that_latex_prints(wide: Findings) -> None:
-    """What is not is written as its code point: Kendall's tau once was."""
-    text = document(list(all_tables(wide).values()))
-    assert r"Kendall's $\tau$" in text and "{[}U+" not in text

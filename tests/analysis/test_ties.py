@@ -10,11 +10,8 @@ import pandas as pd
 import pytest
 from scipy.stats import kendalltau
 
-from tune_prune.analysis.input.items import SliceMeans
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.optuna_study import export_study
-from tune_prune.analysis.statistics.draws import pooled
-from tune_prune.analysis.statistics.fidelities import fidelities
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.config import ZERO_SHOT_TASKS
 
@@ -115,23 +112,3 @@ def test_an_exported_study_has_one_value_for_equal_accuracies(tmp_path: Path) ->
     export_study(lambda: read_study([], [("M", tmp_path / "0.csv")]), tmp_path / "study.db")
     study = optuna.load_study(study_name="M", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert len({trial.value for trial in study.trials}) == 1 and len(study.trials) == 3
-
-
-def test_a_slice_ranks_trials_as_whole_numbers_do(tmp_path: Path, many) -> None:
-    """Of half of the items each trial has answered what it has of all, summed in another order."""
-    model = found(tmp_path, many).models["M0"]
-    rights = {name(trial): right for trial, (right, _) in many.items()}
-    trials = model.trials.assign(output_dir=model.trials["name"], zero_shot_duration_s=1.0)
-
-    def slices(folder: str) -> SliceMeans:
-        half = sum(count / ITEMS for count in sorted(rights[folder])) / 7
-        return SliceMeans(np.array([30 * 7, 60 * 7]), np.array([half, half]), np.full(2, np.nan))
-
-    (rung,) = (one for one in fidelities(trials, slices) if one.measure == "acc_mean")
-    assert rung.tau == pytest.approx(1.0)
-    totals = [sum(rights[one]) for one in trials["name"]]
-    assert rung.rank == totals.count(totals[0])
-
-
-def test_draws_that_tie_have_no_variance() -> None:
-    assert pooled([(np.full(3, 0.1), 0.0)]).mean_square == 0 < np.var(np.full(3, 0.1), ddof=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.analysis.verdict import close_calls, decision, folder_name, verdicts, winners
+from tune_prune.analysis.verdict import close_calls, verdicts, winners
 from tune_prune.commands import prune_request
 from tune_prune.commands.results import Results
 from tune_prune.core.errors import UserError
@@ -84,41 +83,6 @@ def test_several_models_have_a_line_and_are_named_to_prune(tmp_path: Path) -> No
         prune_request.from_config(str(folder), None)
 
 
-def test_by_another_objective_the_line_says_so(tmp_path: Path) -> None:
-    found = simulated_findings(tmp_path, rule="perplexity", models=("alpha",), trained=LOSSES)
-    (verdict,) = verdicts(found).values()
-    lowest = min(one.eligible["ppl"].min() for one in found.models.values())
-    assert verdict.winner.best["ppl"] == lowest
-    said = line(found)
-    assert f": the lowest perplexity, {lowest:.2f}, as --objective asks; accuracy " in said and "close" not in said
-
-
-def test_names_of_pruned_models_need_no_quotes() -> None:
-    labels = {
-        "tiny-llama": "tiny-llama",
-        "tiny-llama@0.3": "tiny-llama-0.3",
-        "a free/5 (x)": "a-free-5-x",
-        "模型": "model",
-    }
-    assert {label: folder_name(label) for label in labels} == {
-        label: f"{name}-pruned" for label, name in labels.items()
-    }
-
-
-def test_of_trained_and_untrained_the_better_is_kept(tmp_path: Path) -> None:
-    gains = {"blockwise-s64-n512": 0.15, "taylor-s16-n128": 0.15}
-    findings = simulated_findings(tmp_path, models=("alpha", "beta"), items=60, trained=gains)
-    assert sorted(findings.models) == ["alpha", "alpha+lora", "beta", "beta+lora"]
-    text = decision(findings, {label: f"keep {label}" for label in findings.models})
-    assert max(map(len, text.splitlines())) <= 100 and not re.search(r"±$|^ *±", text, re.MULTILINE)
-    said = " ".join(text.split())
-    assert re.findall(r"(\S+): \w+ on \d+ samples of \d+ tokens, trained", said) == ["alpha+lora", "beta+lora"]
-    assert said.endswith(
-        "keep keep alpha+lora for beta+lora the same with the best_config.json of each and another --output"
-    )
-    assert "quote" not in said  # the trained were chosen from all, by the same questions
-
-
 @pytest.mark.parametrize(
     ("levels", "said"),
     [
@@ -134,13 +98,3 @@ def test_counts_have_one_form(tmp_path: Path, levels: list[float], said: str) ->
     of = dict(zip([("taylor", 32, 128), ("layerwise", 32, 128), ("blockwise", 32, 128)], levels, strict=False))
     found = from_csv(tmp_path, {"M": lambda *key: of.get(key, math.nan)}).models["M"]
     assert close_calls(found) == said
-
-
-def test_others_of_unknown_error_are_not_counted_as_worse(tmp_path: Path) -> None:
-    of = {"taylor": 0.63, "layerwise": 0.3, "blockwise": 0.3}
-    findings = from_csv(tmp_path, {"M": lambda method, *rest: of[method] if rest == (32, 128) else math.nan})
-    rows = findings.models["M"].eligible
-    rows.loc[rows.index[-1], "p_value"] = math.nan
-    words = "; clearly better than the other one that could be compared"
-    assert decision(findings, {}).replace("\n             ", " ").endswith(words)
-    assert " ".join(verdicts(findings)["M"].line.split()).endswith(words)

@@ -122,14 +122,6 @@ def test_output_that_nobody_reads_any_more_is_no_traceback(advice: str, said: st
     assert (process.stderr.read(), process.wait(30)) == (said, 128 + signal.SIGPIPE)
 
 
-def test_a_pipe_of_a_worker_that_breaks_is_a_defect(capfd: pytest.CaptureFixture[str]) -> None:
-    def main() -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    with pytest.raises(BrokenPipeError):
-        ending.exit_code(main)
-
-
 def test_a_letter_that_the_terminal_lacks_is_spelt_out() -> None:
     program = "from tune_prune.core import ending\nending.exit_code(lambda: print('.88 \\u00b1 .01\\u2026'))\n"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -13,7 +13,6 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tune_prune.core import files
@@ -21,17 +20,7 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, 
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import sealed
-from tune_prune.core.ledger import (
-    Experiment,
-    Ledger,
-    put_sealed,
-    read_baselines,
-    read_passes,
-    stranger,
-    trial_file,
-    write_baselines,
-    write_pass,
-)
+from tune_prune.core.ledger import Experiment, Ledger, read_passes, stranger, trial_file, write_pass
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore, Store
 
@@ -89,11 +78,6 @@ def test_files_are_strict_and_stable_json(tmp_path: Path) -> None:
     assert text.endswith("}\n")
     Ledger(FolderStore(tmp_path)).write(replace(record, metrics=dict(reversed(record.metrics.items()))))
     assert (tmp_path / "ledger" / "0f.json").read_text(encoding="utf-8") == text
-
-
-def test_numpy_numbers_are_written_as_plain_ones() -> None:
-    value = {"a": np.float32(0.5), "b": np.int64(3), "c": [np.float64("inf")], "d": np.bool_(True), "e": (1, None)}
-    assert json.loads(files.to_json(value)) == {"a": 0.5, "b": 3, "c": ["inf"], "d": True, "e": [1, None]}
 
 
 def test_unknown_key_and_missing_folder(tmp_path: Path) -> None:
@@ -160,14 +144,6 @@ def test_a_failure_has_a_file_of_its_own_until_the_trial_is_finished(tmp_path: P
     assert trials.records() == [RECORD] == [trials.read("0f")]
 
 
-def test_stray_files_are_ignored(tmp_path: Path) -> None:
-    trials = Ledger(FolderStore(tmp_path))
-    trials.write(RECORD)
-    for name in (".0f.json.abc.tmp", "._0f.json", "notes.txt"):
-        (tmp_path / "ledger" / name).write_text("{", encoding="utf-8")
-    assert trials.records() == [RECORD]
-
-
 def with_field(name: str, value: object) -> dict[str, Any]:
     return RECORD.to_dict() | {name: value}
 
@@ -181,28 +157,19 @@ DAMAGED = {
     "no_status": ({"key": "0f", "model": "m", "config": None}, "(config is None; it must be an object {...})"),
     "bad_status": (with_field("status", "done"), "(status is 'done'; it must be 'running', 'complete', 'failed' or"),
     "bad_metric": (with_field("metrics", {"ppl": "12.5 or so"}), "(metrics.ppl is '12.5 or so'; it must be a number)"),
-    "bad_metrics": (with_field("metrics", [1]), "(metrics is [1]; it must be an object {...})"),
-    "bad_stages": (with_field("stages", ["perplexity"]), "(stages[0] is 'perplexity'; it must be an object {...})"),
-    "bad_time": (with_field("elapsed_time_s", True), "(elapsed_time_s is True; it must be a number)"),
     "other_key": (with_field("key", "11"), "the record of another trial, '11'"),
-    "text_metrics": (with_field("metrics", "12.5"), "(metrics is '12.5'; it must be an object {...})"),
     "percent": (with_field("metrics", {"acc_mean": 59.8}), "(metrics.acc_mean is 59.8; it must be a fraction)"),
     "negative": (with_field("metrics", {"acc_mean": -0.1}), "(metrics.acc_mean is -0.1; it must be a fraction)"),
-    "negative_error": (with_field("metrics", {"acc_mean_stderr": -0.1}), "it must be at least 0)"),
     "other_mean": (
         with_field("metrics", {"acc_mean": 0.5, "acc_boolq": 0.25, "acc_boolq_stderr": 0.5, "acc_piqa": 0.5}),
         "(metrics.acc_mean is 0.5; it must be the mean of its tasks, 0.375)",
     ),
-    "small_ppl": (with_field("metrics", {"ppl": 0.5}), "(metrics.ppl is 0.5; it must be at least 1)"),
     "negative_kl": (with_field("metrics", {"kl_text": -0.1}), "(metrics.kl_text is -0.1; it must be at least 0)"),
-    "positive_logprob": (with_field("metrics", {"gold_logprob_mean": 0.1}), "it must be at most 0)"),
     "negative_time": (with_field("elapsed_time_s", -1.0), "it must be greater than or equal to 0)"),
-    "undefined_time": (stage(duration_s="nan"), "it must be greater than or equal to 0)"),
     "more_than_all": (
         stage(items_scored=9, items_total=8),
         "(stages[0].items_scored is 9; it must be at most 8, of all items)",
     ),
-    "text_stage": (stage(duration_s="long"), "(stages[0].duration_s is 'long'; it must be a number)"),
     "stage_without": (with_field("stages", [{"stage": "perplexity"}]), "(stages[0].duration_s is missing)"),
     "no_method": (with_field("config", {"seq_len": 64}), "not a trial record (config."),
     "ratio": (
@@ -234,14 +201,8 @@ def test_damaged_file_is_named(tmp_path: Path, content: Any, expected: str) -> N
     assert [error.path for error in damaged] == [path] and expected in damaged[0].what
 
 
-def test_a_newer_version_with_more_fields_is_read(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    put_sealed(store, "ledger/0f.json", RECORD.to_dict() | {"colour": "blue"})
-    assert Ledger(store).read("0f") == RECORD
-
-
 def test_the_ledger_is_read_with_a_request_a_record(tmp_path: Path) -> None:
-    """And in many threads where the store is far away."""
+    """Many threads read where the store is far away."""
     asked: list[str] = []
     threads = set()
 
@@ -264,12 +225,6 @@ def test_the_ledger_is_read_with_a_request_a_record(tmp_path: Path) -> None:
     assert sorted(asked) == sorted(["baseline.json", "experiment.json", *(f"ledger/{key}.json" for key in keys)])
 
 
-@pytest.mark.parametrize("value", ["1.5", True, None, "Infinity", []])
-def test_number_takes_numbers_only(value: object) -> None:
-    with pytest.raises(ValueError, match="is not a number"):
-        files.number(value)
-
-
 def test_every_flipped_character_of_a_sealed_record_is_seen(tmp_path: Path) -> None:
     """Whatever is changed in the text, the record is refused, or says the same."""
     store, record = FolderStore(tmp_path), replace(RECORD, metrics={"acc_mean": 0.25})  # of no superfluous digit
@@ -289,14 +244,6 @@ def test_every_flipped_character_of_a_sealed_record_is_seen(tmp_path: Path) -> N
     assert Ledger(store).read("0f") == record
 
 
-def test_a_number_beyond_all_floats_is_damage(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    Ledger(store).write(RECORD)
-    store.put("ledger/0f.json", store.path("ledger/0f.json").read_text().replace("12.5", "1e999"))
-    with pytest.raises(DamagedFile, match="its checksum does not match"):
-        Ledger(store).read("0f")
-
-
 def test_a_trials_files_are_those_that_it_wrote(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.put("trials/0f/items.parquet", b"items")
@@ -314,13 +261,6 @@ def test_a_trials_files_are_those_that_it_wrote(tmp_path: Path) -> None:
     assert f"; delete {store.path('ledger/0f.json')} to have that trial run again" in str(caught.value)
     store.path("trials/0f/items.parquet").unlink()
     assert trial_file(folder, "items.parquet") is None
-
-
-def test_dense_models_are_kept_by_label(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    dense = {label: replace(RECORD, key=label, model=label, config=None) for label in ("one", "checksum")}
-    write_baselines(store, dense)
-    assert read_baselines(store) == dense
 
 
 def test_a_pass_is_not_another_one(tmp_path: Path) -> None:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 import pytest
 import tqdm
-from transformers import PreTrainedModel
 
-from tests.findings import simulated_study
-from tests.pruning.test_statistics import SEQ_LEN, needs_of, windows
-from tune_prune.checkpoint import generation_speed
-from tune_prune.commands import analysis, evaluate, prune, search
+from tune_prune.commands import evaluate, search
 from tune_prune.core import terminal as progress
-from tune_prune.models.families import family_of
-from tune_prune.pruning.passes import batches
-from tune_prune.pruning.statistics import by_statistic, load_statistic, statistic_names
 
 
 class Terminal(io.StringIO):
@@ -29,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def terminal() -> contextlib.redirect_stderr[Terminal]:
-    """In place of standard error; no fixture, as pytest puts its own there after them."""
+    """Stand in for standard error; no fixture, as pytest puts its own there after them."""
     return contextlib.redirect_stderr(Terminal())
 
 
@@ -85,13 +76,6 @@ def test_a_short_step_is_not_drawn_where_only_long_ones_are() -> None:
     assert screen.getvalue() == ""
 
 
-def test_what_stood_on_the_line_before_is_overwritten() -> None:
-    """The line of a search, say; and in the last column, where some terminals begin a new line, nothing is written."""
-    with terminal() as screen, progress.shown():
-        steps(2, 5)
-    assert {len(line) for line in screen.getvalue().split("\r") if line} == {get_terminal_size().columns - 1}
-
-
 def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
     argv = ["--model", "tiny-llama", "--limit", "4", "--tasks", "boolq,piqa", "--device", "cpu"]
     with terminal():
@@ -103,23 +87,7 @@ def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Pa
     assert all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
 
 
-@pytest.mark.parametrize("fmt", ["hf", "gguf"])
-def test_writing_a_checkpoint_fills_its_bars(fmt: str, bars: list[Any], tmp_path: Path) -> None:
-    folder, config = tmp_path / "pruned", ["--method", "magnitude", "--device", "cpu"]
-    argv = ["--model", "tiny-llama", *config, "--format", fmt, "--shard-gb", "0.0004", "--output", str(folder)]
-    with terminal():
-        assert prune.main(argv) == 0
-    found = {bar.desc: bar for bar in bars}
-    assert all(bar.n == bar.total for bar in bars)
-    for name in ("weights", "writing"):
-        assert (found[name].unit, found[name].total) == ("tensors", 2 + 9 * 5)  # of five layers
-    sizes = [path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf")]
-    assert sorted(bar.total for bar in bars if bar.desc == "checksum") == sorted(sizes)
-
-
-def test_the_stages_of_a_search_in_this_process_fill_their_bars(
-    bars: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stages_of_a_search_in_this_process_fill_their_bars(bars, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "_BESIDE_THE_LINE_S", 0.0)
     (tmp_path / "space.yaml").write_text("search: grid\nmethod: blockwise\nseq_len: 16\nnum_samples: 8\n")
     tiny = ["--model", "tiny-llama", "--tasks", "boolq", "--limit", "4", "--inline"]
@@ -133,30 +101,3 @@ def test_the_stages_of_a_search_in_this_process_fill_their_bars(
     assert any(line.rpartition("\r")[2].startswith("[1/1] running 0, failed 0, best accuracy ") for line in lines)
     for seen in (part for line in lines for part in line.split("\r")):  # a bar or another text, not some of both
         assert ("ETA" in seen and "|" in seen) + ("running" in seen) + ("[prepare" in seen) < 2, seen
-
-
-@pytest.mark.slow
-def test_every_step_of_an_analysis_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
-    with terminal():
-        assert analysis.main([str(simulated_study(tmp_path)), "--output", str(tmp_path / "results")]) == 0
-    assert {"analysis", "figures"} <= {bar.desc for bar in bars}
-    assert all(bar.n == bar.total for bar in bars)
-
-
-@pytest.mark.parametrize("name", statistic_names())
-def test_every_pass_fills_its_bar(
-    name: str, bars: list[Any], tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
-    (needs,) = by_statistic(needs_of(name, 3, 4, 11)).values()  # inside a batch, at an end, in a ragged one
-    with terminal(), progress.shown():
-        load_statistic(name).collect(tiny("llama"), family_of("llama"), windows(11), needs)
-    (bar,) = bars
-    assert bar.n == bar.total > 0
-
-
-def test_a_measurement_of_speed_fills_its_bar(bars: list[Any], tiny: Callable[..., PreTrainedModel]) -> None:
-    with terminal(), progress.shown():
-        generation_speed.measure({"dense": tiny("llama"), "pruned": tiny("llama")}, 4, 2, repeats=1)
-    (bar,) = bars
-    assert bar.n == bar.total == 4

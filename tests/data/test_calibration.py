@@ -11,17 +11,12 @@ from transformers import AutoTokenizer
 
 from tests.trials import RUN
 from tune_prune import embedded
-from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.kinds import texts_of
 from tune_prune.data import calibration
 from tune_prune.data.calibration import calibration_fingerprint, load_text, resolve, tokenize, windows
-from tune_prune.data.sources import data_fingerprint, hub_datasets
-from tune_prune.pruning.statistics import Need
-from tune_prune.trial.statistics import StatisticCache
+from tune_prune.data.sources import hub_datasets
 
-NEED = Need("taylor", "", 4)
 TOKENS = torch.arange(1000)  # every token is its own position
 
 
@@ -156,24 +151,6 @@ def test_texts_are_read_and_known_by_content(tmp_path):
     assert calibration_fingerprint("c4") == "hub:c4"  # of no known commit: the cache has none, and no test asks the hub
 
 
-def test_a_text_is_hashed_once_and_again_when_it_changes(tmp_path, monkeypatch):
-    path, read = tmp_path / "a.txt", []
-    path.write_text("one two three\n" * 2000, encoding="utf-8")
-    original = calibration.load_text
-    monkeypatch.setattr(calibration, "load_text", lambda source: read.append(source) or original(source))
-    run = replace(RUN, calibration=str(path))
-    before = data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(Samples(16), NEED)
-    assert read == [str(path)]
-    for _ in range(3):  # as every model of a plan, and every model that a worker opens
-        assert (
-            data_fingerprint(run),
-            StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(Samples(16), NEED),
-        ) == before
-    assert read == [str(path)]
-    path.write_text("one two four\n" * 2000, encoding="utf-8")
-    assert data_fingerprint(run) != before[0] and read == [str(path)] * 2
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"), [(None, "cannot be read"), (b"\xff\xfe\x00", "UTF-8"), (b" \n ", "is empty")]
 )
@@ -184,16 +161,3 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, complaint):
     with pytest.raises(UserError, match=complaint) as error:
         load_text(str(path))
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", calibration.HUB_TEXTS)
-def test_a_hub_text_without_a_hub_is_one_sentence(name, monkeypatch):
-    import datasets
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach the Hub\nat all")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=f"'{name}' could not be downloaded.*--calibration FILE") as error:
-        load_text(name)
-    assert "\n" not in str(error.value)

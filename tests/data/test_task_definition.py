@@ -29,28 +29,20 @@ REFUSED = {
     "function": ("process_results: !function evil.go", ["line 5", "!function evil.go", "--trust-tasks"]),
     "Python object": ("description: !!python/object/apply:os.system [id]", ["line 5", "os.system", "--trust-tasks"]),
     "Python name": ("description: !!python/name:os.system", ["line 5", "os.system", "--trust-tasks"]),
-    "unknown tag": ("description: !env HOME", ["line 5", "!env HOME"]),
     "file elsewhere": ("include: /etc/passwd", ["includes /etc/passwd", "outside its folder", "--trust-tasks"]),
-    "file above": ("include: ../../secret.yaml", ["secret.yaml", "outside its folder"]),
     "link to elsewhere": ("include: link.yaml", ["link.yaml", "outside its folder"]),
     "itself": ("include: task.yaml", ["task.yaml", "includes it again"]),
     "itself through another": ("include: [circle.yaml]", ["circle.yaml", "includes it again"]),
     "file that is not there": ("include: gone.yaml", ["gone.yaml", "not there"]),
     "a link that leads to itself": ("include: loop.yaml", ["loop.yaml", "not there"]),
-    "no name of a file": ('include: "a\\0b"', ["include is 'a\\x00b'", "name of a file"]),
-    "a number as file": ("include: 3", ["include is 3", "name of a file"]),
     "code of a data set": ("custom_dataset: evil.go", ["custom_dataset", "plain data", "--trust-tasks"]),
-    "arguments of a data set": ("dataset_kwargs: {trust_remote_code: true}", ["dataset_kwargs", "--trust-tasks"]),
     "code of documents": ("process_docs: evil.go", ["process_docs", "docs/data.md"]),
-    "a class": ("class: evil.Task", ["the field class"]),
     "a file of prompts": ("use_prompt: prompts.yaml:first", ["use_prompt"]),
     "unsafe code": ("unsafe_code: true", ["unsafe_code"]),
     "a program as metric": ("metric_list: [{metric: ./evil}]", ["metric ./evil", "a program", "--trust-tasks"]),
     "a metric of the hub": ("metric_list: [{metric: acc, hf_evaluate: true}]", ["acc with hf_evaluate", "a program"]),
-    "a metric of no name": ("metric_list: [acc]", ["metric_list has 'acc'", "name a metric"]),
     "a list as text": ("description: [1]", ["description is [1]", "a text"]),
     "no mapping": ("- 1", ["not valid YAML"]),
-    "a number as field": ("1: 2", ["names are no text"]),
     "deep": ("description: " + "[" * 90_000, ["nested too deeply"]),
     "aliases": (
         "metadata: [&a0 [1, 1], " + ", ".join(f"&a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)) + "]",
@@ -122,12 +114,6 @@ def test_fingerprints_follow_what_a_definition_includes_and_runs(tmp_path: Path)
     assert found() != above
 
 
-def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path) -> None:
-    path = tmp_path / "items.jsonl"
-    path.write_text('{"question": "why?"}\n', encoding="utf-8-sig")
-    assert read_items(path, ("question",)) == [{"question": "why?"}]
-
-
 def test_templates_say_what_they_say_in_lm_eval() -> None:
     process = TemplateProcess()
     compared = 0
@@ -156,10 +142,8 @@ def test_templates_say_what_they_say_in_lm_eval() -> None:
 # A template, and what ends it.
 HOSTILE = {
     "a program": ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "SecurityError.*--trust-tasks"),
-    "a class": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     "a change of the item": ("{{ options.append(1) }}", "SecurityError"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
-    "a long loop": ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
     "a loop without end": (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "did not end within",
@@ -167,7 +151,6 @@ HOSTILE = {
     "a huge number": ("{{ 7 ** (10 ** 9) }}", "did not end within"),
     "a pattern without end": ("{{ ('a' * 40 ~ '!') | regex_replace('(a+)+$', '') }}", "did not end within"),
     "a huge text": ("{{ 'x' * 10 ** 11 }}", "MemoryError"),
-    "a huge field": ("{{ '%9000000000d' % 1 }}", "MemoryError"),
     "a text that doubles": (
         "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
         "MemoryError|did not end within",
