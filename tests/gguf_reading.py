@@ -20,9 +20,7 @@ from tune_prune.models.families import FAMILIES, Family
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import cut
 
-HIDDEN, HEAD_DIM, QUERIES_PER_KV = 32, 6, 2
 G, M = (0, 1, 2, 3), tuple(range(40))
-PAIRED = ("llama", "deci", "smollm3")  # architectures whose neighbouring rows turn together
 # Kept groups and channels, layer by layer.
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]] = {
     "dense": ((G,) * 4, (M,) * 4),
@@ -71,10 +69,6 @@ class File:
             values = gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type)
             assert values.shape == tuple(int(size) for size in tensor.shape[::-1])  # GGUF has the columns first
             self.tensors[tensor.name] = values
-
-    def per_layer(self, key: str) -> list[int]:
-        value = self.meta[key]
-        return value if isinstance(value, list) else [value] * self.meta["block_count"]
 
 
 class LlamaCpp:

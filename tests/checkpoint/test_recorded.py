@@ -1,4 +1,4 @@
-"""Which recorded numbers stand beside newly measured ones: those that were measured in the same way, the others with a reason."""
+"""Recorded numbers beside newly measured ones: those that were measured in the same way, the others with a reason."""
 
 from __future__ import annotations
 
@@ -47,39 +47,36 @@ def test_kl_is_compared_on_the_same_texts(about: Manifest) -> None:
     assert compared(about, tasks={"boolq": "b"}).kl == {"text": 0.3}
 
 
-def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) -> None:
-    boolq_piqa = {"boolq": 0.6, "piqa": 0.4}
-    other = compared(about, text="u")
-    assert (other.ppl, other.accuracies, other.acc_mean) == (None, boolq_piqa, 0.5) and "another text" in other.notes[0]
-    window = compared(about, replace(RUN, protocol=replace(PROTOCOL, perplexity_window=64)))
-    assert (window.ppl, window.acc_mean) == (None, 0.5) and "windows have 128 tokens, these 64" in window.notes[0]
-    tokens = compared(about, replace(RUN, protocol=replace(PROTOCOL, perplexity_tokens=5000)))
-    assert (tokens.ppl, tokens.acc_mean) == (None, 0.5)
-    assert "on the whole text, this on its first 5,000 tokens; measure without --perplexity-tokens" in tokens.notes[0]
-    limit = compared(about, replace(RUN, protocol=replace(PROTOCOL, limit=None)))
-    assert (limit.ppl, limit.accuracies, limit.acc_mean) == (9.0, {}, None) and "--limit 20" in limit.notes[0]
-    task = compared(about, tasks={"boolq": "b", "piqa": "other"})
-    assert (task.accuracies, task.acc_mean) == ({"boolq": 0.6}, None)
-    assert "piqa is not compared" in task.notes[0] and "mean is not compared" in task.notes[1]
-    fewer = compared(about, tasks={"boolq": "b"})
-    assert (fewer.accuracies, fewer.acc_mean) == ({"boolq": 0.6}, None) and "over boolq, piqa" in fewer.notes[0]
-    more = compared(about, tasks=MEASURED_ON.tasks | {"arc_easy": "a"})
-    assert (more.accuracies, more.acc_mean) == (
-        boolq_piqa,
-        None,
-    ) and "arc_easy is not compared: it was not recorded" in more.notes[0]
-    dtype = compared(about, replace(RUN, dtype="bfloat16"))
-    assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]
+BOTH = {"boolq": 0.6, "piqa": 0.4}
+# What differs in the measurement; in the protocol of the run; what is left of perplexity, accuracies and their mean; what is said.
+DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], tuple[Any, ...], str]] = [
+    ({"text": "u"}, {}, (None, BOTH, 0.5), "another text"),
+    ({}, {"perplexity_window": 64}, (None, BOTH, 0.5), "windows have 128 tokens, these 64"),
+    ({}, {"perplexity_tokens": 5000}, (None, BOTH, 0.5), "on the whole text, this on its first 5,000 tokens; measure without"),
+    ({}, {"limit": None}, (9.0, {}, None), "--limit 20"),
+    ({"tasks": {"boolq": "b", "piqa": "other"}}, {}, (9.0, {"boolq": 0.6}, None), "piqa is not compared"),
+    ({"tasks": {"boolq": "b"}}, {}, (9.0, {"boolq": 0.6}, None), "over boolq, piqa"),
+    ({"tasks": MEASURED_ON.tasks | {"arc_easy": "a"}}, {}, (9.0, BOTH, None), "arc_easy is not compared: it was not recorded"),
+    ({"protocol": 3}, {}, (None, {}, None), "version 2 of the protocol, these by 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "protocol", "left", "said"), DIFFERENCES)
+def test_each_difference_takes_out_what_it_touches_and_is_said(
+    about: Manifest, changes: dict[str, Any], protocol: dict[str, Any], left: tuple[Any, ...], said: str
+) -> None:
+    recorded = compared(about, replace(RUN, protocol=replace(PROTOCOL, **protocol)), **changes)
+    assert (recorded.ppl, recorded.accuracies, recorded.acc_mean) == left and said in recorded.notes[0]
 
 
 def test_where_nothing_can_be_compared(about: Manifest) -> None:
-    empty = (None, {}, None)
-    for changed, run_changes, said in (
-        (replace(about, metrics=None), {}, "no recorded numbers"),
-        (replace(about, source=None), {}, "it is not recorded how they were measured"),
-        (replace(about, measured_on=None), {}, "it is not recorded how they were measured"),
-        (about, {"protocol": 3}, "version 2 of the protocol, these by 3"),
+    dtype = compared(about, replace(RUN, dtype="bfloat16"))
+    assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]
+    for changes, said in (
+        ({"metrics": None}, "no recorded numbers"),
+        ({"source": None}, "it is not recorded how they were measured"),
+        ({"measured_on": None}, "it is not recorded how they were measured"),
     ):
-        found = compared(changed, **run_changes)
-        assert (found.ppl, found.accuracies, found.acc_mean) == empty
-        assert len(found.notes) == 1 and said in found.notes[0]
+        recorded = compared(replace(about, **changes))
+        assert (recorded.ppl, recorded.accuracies, recorded.acc_mean) == (None, {}, None)
+        assert len(recorded.notes) == 1 and said in recorded.notes[0]

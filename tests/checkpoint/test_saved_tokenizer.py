@@ -23,7 +23,7 @@ DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.By
 
 @pytest.fixture
 def base(tiny: Callable, tmp_path: Path) -> Path:
-    """As SmolLM2: of a class that transformers 5 rebuilds without the split of digits."""
+    """A model as SmolLM2 is, whose tokenizer class transformers 5 rebuilds without the split of digits."""
     folder = tmp_path / "base"
     tiny("llama", torch.float32, vocab_size=300).save_pretrained(folder)
     byte_level(DIGITS).save(str(folder / "tokenizer.json"))
@@ -47,7 +47,7 @@ def test_a_gguf_file_names_the_split_of_that_file(base: Path, tmp_path: Path) ->
 
 
 def test_tokens_that_stand_elsewhere_are_not_lost(base: Path, tmp_path: Path) -> None:
-    """Those of tokenizer_config.json, which transformers 5 writes into tokenizer.json only."""
+    """Tokens of tokenizer_config.json, which transformers 5 writes into tokenizer.json only, are kept."""
     more = {"299": {"content": "<more>", "special": True, "normalized": False}}
     config = {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": more}
     (base / "tokenizer_config.json").write_text(json.dumps(config))

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import tune_prune
+from tests.conftest import VARIANTS
 from tests.limited_memory import LimitedMemory
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
 from tune_prune.checkpoint import card, layers
@@ -51,13 +52,8 @@ def pictures_drawn_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def fields() -> dict[str, bool]:
-    return {}
-
-
-@pytest.fixture
-def folder(tiny, variant, fields, tmp_path) -> Path:
-    tiny(variant, torch.float32, **fields).save_pretrained(tmp_path / "model")
+def folder(tiny, variant, tmp_path) -> Path:
+    tiny(variant, torch.float32).save_pretrained(tmp_path / "model")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -69,9 +65,14 @@ def written(dense: LoadedModel, keep: tuple, folder: Path, fmt: Format, shard_by
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
-    ("fmt", "dtype"), [("hf", torch.bfloat16), pytest.param("hf-padded", torch.float32, marks=pytest.mark.slow)]
+    ("variant", "plan", "fmt", "dtype"),
+    [(variant, "both of a middle layer", "hf", torch.bfloat16) for variant in VARIANTS]
+    + [(variant, plan, "hf", torch.bfloat16) for variant in ("llama-tied", "qwen2-sliding") for plan in PLANS]
+    + [
+        ("smollm3", "different in every layer", "hf-padded", torch.float32),
+        ("qwen3", "alike", "hf-padded", torch.float32),
+    ],
 )
 def test_weight_files_are_those_that_transformers_writes(folder, plan, fmt, dtype, tmp_path):
     """Byte for byte, for weights in memory and for those that stay in their files, in one file and in many."""
@@ -90,7 +91,7 @@ def test_weight_files_are_those_that_transformers_writes(folder, plan, fmt, dtyp
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_what_a_killed_save_has_left_is_cleared(tmp_path: Path, replaced: bool) -> None:
-    """What it had moved away comes back unless the new one has taken its place; what is being written stays."""
+    """A folder that it had moved away comes back unless the new one has taken its place; one that is being written stays."""
     with subprocess.Popen(["true"]) as ended:
         pass
     output = tmp_path / "small [1]"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tune_prune.evaluation.divergence as of_tokens
+from tests.conftest import VARIANTS
 from tests.models.test_head import scaled
 from tests.pruning.test_surgery import KEEP_SETS, plan_of
 from tests.quiz import byte_tokenizer, quiz_items, write_quiz
@@ -55,7 +56,10 @@ def by_hand(dense, other, tokens) -> np.ndarray:
     return torch.cat(found).numpy()
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=str)
+@pytest.mark.parametrize(
+    ("variant", "dtype", "error"),
+    [*((variant, torch.float64, 1e-12) for variant in VARIANTS), ("llama-biases", torch.float32, 2e-6)],
+)
 def test_equals_whole_logits_of_transformers(variant, tiny, dtype, error):
     dense = tiny(variant, dtype)
     small = pruned(dense)
@@ -69,7 +73,7 @@ def test_equals_whole_logits_of_transformers(variant, tiny, dtype, error):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "dtype"), FEW)
 def test_every_way_has_the_same_bits(tiny, name, dtype, way, tmp_path):
-    """Of both models: the one whose states are kept, and the one that is compared with it."""
+    """Both models are held so: the one whose states are kept, and the one that is compared with it."""
     dense = tiny(name, dtype)
     of_small = head_inputs(pruned(dense), samples())
     empty, residency = in_way(dense, way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from pathlib import Path
@@ -14,9 +13,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 
+from tests.residencies import FEW, WAYS, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2, load_text, perplexity_fingerprint
 from tune_prune.evaluation.perplexity import PerplexityResult, perplexity, windows_at_once
+from tune_prune.models.head import NextTokenLosses
 
 LIMIT = 32
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -68,62 +69,23 @@ def test_equals_a_plain_loop(model, num_tokens, window):
         assert result.ppl == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
-def test_a_broken_model_has_a_broken_perplexity(model):
-    class Head(torch.nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.value = value
-
-        def forward(self, hidden):
-            logits = torch.zeros(*hidden.shape[:-1], 50)
-            logits[..., 0] = self.value
-            return logits
-
-    def broken(value: float) -> LlamaForCausalLM:
-        other = copy.deepcopy(model)
-        other.set_output_embeddings(Head(value))
-        return other
-
-    tokens = torch.arange(1, 41)
-    assert math.isnan(perplexity(broken(math.nan), tokens, 16).ppl)
-    far = perplexity(broken(1000.0), tokens, 16)
-    assert (far.mean_loss, far.ppl) == (1000.0, math.inf)
-
-
-def test_logits_are_made_a_part_at_a_time_unless_the_model_changes_them(model, monkeypatch):
-    """The largest piece of logits is what is held at once; a model that caps them is asked for its own."""
-
-    class Capped(LlamaForCausalLM):
-        def forward(self, *args, **kwargs):
-            output = super().forward(*args, **kwargs)
-            output.logits = 3 * torch.tanh(output.logits / 3)
-            return output
-
-    capped = Capped(model.config).eval()
-    capped.load_state_dict(model.state_dict())
-    tokens = torch.randint(0, 50, (96,), generator=torch.Generator().manual_seed(1))
-    for asked in (model, capped):
-        expected = sum(
-            cross_entropy(asked(part[None]).logits[0, :-1], part[1:], reduction="sum").item()
-            for part in tokens.split(32)
-        )
-        for elements in (1 << 20, 50 * 7, 1):
-            monkeypatch.setattr("tune_prune.models.head.MAX_LOGIT_ELEMENTS", {"cpu": elements})
-            sizes = []
-            head = asked.get_output_embeddings()
-            watch = head.register_forward_hook(lambda _, __, logits, sizes=sizes: sizes.append(logits[..., 0].numel()))
-            result = perplexity(asked, tokens, 32, batch_size=1)
-            watch.remove()
-            assert result.mean_loss == pytest.approx(expected / 93, abs=1e-6)
-            assert max(sizes) == (32 if asked is capped else min(31, max(2, elements // 50)))
-
-
 @pytest.mark.parametrize(
     ("tokens", "window", "says"), [([3], 16, "has 1 tokens"), ([3, 4, 5], 1, "perplexity_window is 1")]
 )
 def test_too_little_is_refused(model, tokens, window, says):
     with pytest.raises(UserError, match=says):
         perplexity(model, torch.tensor(tokens), window)
+
+
+@pytest.mark.parametrize(("variant", "dtype"), FEW)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_has_the_bits_of_the_whole_model_in_every_way_to_hold_it(tiny, variant, way, dtype):
+    whole, total = NextTokenLosses(tiny(variant, dtype)), 0.0
+    tokens = torch.randint(0, 64, (81,), generator=torch.Generator().manual_seed(3))
+    for batch in [*tokens[:75].view(5, 15).split(2), tokens[75:][None]]:
+        total += whole(batch).double().sum().item()
+    held, residency = in_way(tiny(variant, dtype), way)
+    assert perplexity(held, tokens, 15, 2, residency).mean_loss == total / (5 * 14 + 5)
 
 
 def test_file_and_hub_give_the_same_text(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the engine leaves out, against the model that leaves nothing out: the last layer beside scored positions, and keys
+"""The engine's shortcuts against the model that leaves nothing out: the last layer beside scored positions, and keys
 behind a block of queries."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.evaluation.test_shared_prefix import CUT
 from tune_prune.evaluation.engine import tree_attention
 from tune_prune.evaluation.engine.prefix_trees import score_items
 from tune_prune.evaluation.engine.rows import Request
@@ -58,8 +59,7 @@ def test_the_last_layer_runs_at_scored_positions_only(variant, tiny):
     assert seen == [[51], [51], [51], [5], [51], [51], [5]]
 
 
-@pytest.mark.parametrize("groups", [(0, 2), ()], ids=["fewer heads", "no attention"])
-@pytest.mark.parametrize("channels", [(1, 5, 7), ()], ids=["fewer channels", "no MLP"])
+@pytest.mark.parametrize(("variant", "groups", "channels"), CUT)
 def test_a_last_layer_that_was_pruned(variant, tiny, groups, channels):
     model = tiny(variant)
     family = family_of(model.config.model_type)
@@ -74,13 +74,6 @@ def test_of_an_unknown_family_the_head_alone_is_spared():
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32)).double().eval()
     assert_same_logits(model)
-
-
-def test_a_failing_pass_leaves_nothing_behind(tiny):
-    model = tiny("llama")
-    with pytest.raises(IndexError), at_positions(model, POSITIONS):
-        model(input_ids=torch.full((1, 4), 999), use_cache=False)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def long_items() -> list[list[Request]]:
@@ -118,18 +111,3 @@ def test_trees_longer_than_a_block_score_as_each_request_alone(variant, tiny, mo
     assert longest > 4 * tree_attention.SHORTEST_BLOCK
     blocks = [(query, key) for query, key in shapes if key < longest]
     assert {query for query, _ in shapes} != {longest} and (32, 64) in blocks and (32, 96) in blocks
-
-
-def test_the_attention_that_was_chosen_stays(tiny):
-    model = tiny("llama", attn_implementation="eager", max_position_embeddings=128)
-    with tree_attention.blocked_attention(model, model.device):
-        assert model.config._attn_implementation == "eager"
-    model = tiny("llama")
-    seen = []
-    model.model.register_forward_pre_hook(lambda *_: seen.append(model.config._attn_implementation))
-    with pytest.raises(IndexError):
-        score_items(
-            model, [[Request(np.array([1, 2, 3]), np.array([3, 4])), Request(np.array([1, 2, 999]), np.array([5]))]]
-        )
-    assert seen == [tree_attention.NAME]
-    assert model.config._attn_implementation == "sdpa"

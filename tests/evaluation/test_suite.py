@@ -15,7 +15,6 @@ from lm_eval.api.metrics import mean_stderr
 from tests.quiz import DATA, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
 from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
-from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import TaskSource
 from tune_prune.embedded import tasks_dir
 from tune_prune.evaluation import zero_shot
@@ -76,21 +75,6 @@ def test_a_suite_travels_as_arrays(tmp_path, place):
         for mine, theirs in zip(copy._slices[index].items, suite._slices[index].items, strict=True):
             assert [r.inputs.tolist() for r in mine.requests] == [r.inputs.tolist() for r in theirs.requests]
             assert [r.targets.tolist() for r in mine.requests] == [r.targets.tolist() for r in theirs.requests]
-
-
-@pytest.mark.slow
-def test_a_suite_from_arrays_needs_no_lm_eval(tmp_path, run_without):
-    protocol = EvaluationProtocol(("quiz",))
-    suite = build_suite(byte_tokenizer(True), protocol, write_quiz(tmp_path, quiz_items()), 512)
-    np.savez(tmp_path / "suite.npz", **suite.arrays())
-    code = """
-import sys
-import numpy as np
-from tune_prune.core.config import EvaluationProtocol
-from tune_prune.evaluation.suite import ZeroShotSuite
-print(ZeroShotSuite.from_arrays(dict(np.load(sys.argv[1])), EvaluationProtocol(("quiz",))).num_items)
-"""
-    assert run_without(("lm_eval", "datasets"), code, str(tmp_path / "suite.npz")) == "11\n"
 
 
 def test_slices_are_nested_complete_and_seeded(tmp_path):
@@ -169,13 +153,6 @@ def test_items_without_a_single_right_choice_have_no_gold_log_probability():
     assert summarize([item("a", 0, -math.inf), item("a", 0, -1.0)])["gold_logprob_a"] == -math.inf
 
 
-def test_chance_is_that_of_the_right_choice():
-    """One choice is always picked; an answer that is only asked for is one of all that could be said."""
-    items = [ItemScore("a", 0, 0, 1.0, None, values, gold) for gold, values in ((0, (-1.0,)), (1, (-1.0, -2.0)))]
-    assert summarize(items)["chance_acc_mean"] == 0.75
-    assert summarize([replace(items[0], gold=-1)])["chance_acc_mean"] == 0.0
-
-
 def test_outcomes_by_task_follow_the_reported_metric():
     items = [
         ItemScore(task, index, 0, acc=acc, acc_norm=acc_norm, loglikelihoods=(-1.0, -2.0), gold=0)
@@ -217,12 +194,3 @@ def test_items_in_a_text_are_counted_with_their_right_answers_alone():
         count(text(first, True).replace(" ", "\n ") + "\n", text(second, True)) == 9
     )  # each once, whatever the white space
     assert count(text(first, True)[1:]) == 4 and count(text(first, True)[:-1]) == 4  # each of them whole
-
-
-@pytest.mark.parametrize("name", ["mean", "boolq_stderr"])
-def test_a_task_has_no_name_of_a_metric(name):
-    """acc_mean is the mean over tasks, acc_boolq_stderr an error: a record with both could not be read again."""
-    with pytest.raises(
-        UserError, match=f"a task cannot be named '{name}', which metrics are named by; rename its folder"
-    ):
-        EvaluationProtocol(("boolq", name))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import datasets
 import pytest
 import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from tests.quiz import QUIZ_DEFINITION, byte_tokenizer, quiz_items, write_quiz
-from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
+from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
-from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition
+from tune_prune.data.task_files import TaskSource, check_tasks
 from tune_prune.evaluation import zero_shot
 from tune_prune.evaluation.lm_adapter import encode
 from tune_prune.evaluation.zero_shot import build_suite
@@ -38,7 +34,6 @@ BY_COUNT = QUIZ_DEFINITION.replace(
     [
         (SEVERAL, [["b"]], r"question 0: the right answers \['b'\] are no numbers of its 2 choices, which begin with 0"),
         (SEVERAL, [[0, 1], [1, 2]], r"question 1: the right answers \[1, 2\] are no numbers of its 2 choices"),
-        (SEVERAL, [[-1]], r"question 0: the right answers \[-1\] are no numbers of its 2 choices"),
         (SEVERAL, [[]], r"question 0: the right answers \[\] are no numbers of its 2 choices"),
         (SEVERAL + MUTUAL, [[0, 1]], r"question 0 cannot be judged by the task's metrics \(ValueError: .* leave out metrics other"),
         (BY_COUNT, [[0], [0, 1]], r"question 1 cannot be judged by the task's metrics \(ValueError: .*; correct it"),
@@ -74,7 +69,7 @@ def test_a_rule_of_its_own_reads_right_answers_as_it_likes(tmp_path):
     ],
 )
 def test_a_judgement_that_no_outcome_can_keep_is_refused(tmp_path, name, judged, says):
-    """Such as lm-eval's truthfulqa_mc2: the outcome of every item would be right, whatever share of it is."""
+    """Every item of lm-eval's truthfulqa_mc2 would count as right, whatever share of it is."""
     source = write_quiz(tmp_path, [GOOD], QUIZ_DEFINITION + "process_results: !function judge.by_share\n")
     (tmp_path / "tasks" / "quiz" / "judge.py").write_text(f"def by_share(doc, results):\n    return {judged}\n")
     (tmp_path / "tasks" / "quiz").rename(tmp_path / "tasks" / name)
@@ -85,9 +80,7 @@ def test_a_judgement_that_no_outcome_can_keep_is_refused(tmp_path, name, judged,
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([json.dumps(GOOD), "{not json"], r"test\.jsonl, line 2: not JSON"),
         (["", "[1, 2]"], r"test\.jsonl, line 2: list where an object is needed"),
-        ([" "], r"test\.jsonl has no questions"),
         (
             [json.dumps(GOOD), json.dumps(GOOD | {"answer": 2})],
             r"question 1: the right answer 2 is none of its 2 choices",
@@ -101,19 +94,10 @@ def test_a_judgement_that_no_outcome_can_keep_is_refused(tmp_path, name, judged,
             r"task 'quiz' cannot be built from .*task\.yaml .*, in the definition or in question 0\); correct",
         ),
         (
-            [json.dumps(GOOD), json.dumps(GOOD | {"options": []})],
-            r"makes \[\], and a list of texts is needed, in question 1\)",
-        ),
-        (
             [json.dumps(GOOD), json.dumps(GOOD | {"options": ["a", None]})],
             r"makes \['a', None\], and a list of texts is needed, in question 1\)",
         ),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"question": None})], r"test\.jsonl .*null, or missing, in question 1\)"),
         ([json.dumps(GOOD), json.dumps(GOOD | {"options": None})], r"test\.jsonl .*null, or missing, in question 1\)"),
-        (
-            [json.dumps(GOOD), '{"passage": "p", "options": ["a", "b"], "answer": 0}'],
-            r"null, or missing, in question 1\)",
-        ),
         (
             [json.dumps(GOOD | {"options": ["a" * 600, "b"]})],
             r"question 0: the answer ' aaa.*' is 601 tokens.* at most 512",
@@ -140,7 +124,6 @@ def test_an_answer_without_tokens_is_named(context):
     [
         (QUIZ_DEFINITION.replace("metric: acc,", "metric: exact_match,"), "has no metric acc"),
         (QUIZ_DEFINITION.replace("multiple_choice", "generate_until"), "is of type generate_until"),
-        ("output_type: [", "is not valid YAML"),
         (
             QUIZ_DEFINITION + 'target_delimiter: "\\ud83d\\ude00"\n',
             r"question 0 is asked with '\\ud83d\\ude00', a character in halves; write the whole character",
@@ -188,22 +171,6 @@ def test_check_names_everything_that_is_missing(tmp_path):
         check_tasks(TaskSource.of(str(tmp_path / "absent"), embedded=False), ("boolq",))
 
 
-def test_check_does_not_import_lm_eval(tmp_path):
-    write_quiz(tmp_path, [GOOD])
-    program = (
-        "import sys; from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition\n"
-        f"check_tasks(TaskSource.of({str(tmp_path)!r}, False), ('quiz',)); stock_definition('piqa')\n"
-        "assert not {'lm_eval', 'torch', 'datasets'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[2])
-
-
-@pytest.mark.parametrize("name", ZERO_SHOT_TASKS)
-def test_stock_definitions_are_lm_evals(name):
-    definition = stock_definition(name)
-    assert f"task: {name}\n" in definition.read_text(encoding="utf-8")
-
-
 def test_tasks_of_the_hub_are_asked_without_examples_and_groups_are_named(tmp_path, monkeypatch):
     items = tmp_path / "items.jsonl"
     items.write_text("".join(json.dumps(item) + "\n" for item in quiz_items()), encoding="utf-8")
@@ -225,12 +192,3 @@ def test_tasks_of_the_hub_are_asked_without_examples_and_groups_are_named(tmp_pa
             build_suite(tokenizer, EvaluationProtocol((name,)), source, 2048)
     with pytest.raises(UserError, match="task 'own_qui' is unknown to lm-eval; close names: own_quiz"):
         build_suite(tokenizer, EvaluationProtocol(("own_qui",)), source, 2048)
-
-
-def test_no_hub_points_to_data_dir(monkeypatch):
-    def offline(*_, **__):
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match=r"'boolq' could not be loaded from the hub \(ConnectionError\).*--data-dir"):
-        build_suite(byte_tokenizer(True), EvaluationProtocol(("boolq",)), TaskSource.of(None, False), 512)

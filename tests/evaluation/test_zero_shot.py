@@ -17,8 +17,6 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -27,8 +25,7 @@ from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import TaskSource, task_files, tasks_fingerprint
-from tune_prune.evaluation.engine.prefix_trees import count_tokens
-from tune_prune.evaluation.engine.rows import Request, score_requests
+from tune_prune.evaluation.engine.rows import score_requests
 from tune_prune.evaluation.item_scores import summarize
 from tune_prune.evaluation.lm_adapter import SharedPrefixLM, encode
 from tune_prune.evaluation.suite import ZeroShotSuite
@@ -245,48 +242,6 @@ def test_tasks_with_other_rules_keep_lm_evals_judgement(tmp_path, definition):
     assert [len(item.loglikelihoods) for item in items] == choices
     blind = [0.0 if count == 1 else np.nan if "[answer, 0]" in definition else 1 / count for count in choices]
     assert summarize(items)["chance_acc_mean"] == pytest.approx(np.mean(blind), nan_ok=True)
-
-
-def test_scores_do_not_depend_on_batches_and_equal_inputs_run_once():
-    model = unequal_llama()
-    context = np.arange(2, 12, dtype=np.int32)
-    requests = [Request(context, np.array([token], dtype=np.int32)) for token in (5, 9, 77)]
-    requests.append(Request(np.arange(20, 90, dtype=np.int32), np.arange(30, 40, dtype=np.int32)))
-    forwarded = []
-    hook = model.model.register_forward_pre_hook(
-        lambda _, __, kwargs: forwarded.append(kwargs["input_ids"]), with_kwargs=True
-    )
-    alone = score_requests(model, requests, batch_tokens=1)
-    hook.remove()
-    assert [tuple(rows.shape) for rows in forwarded] == [(1, 70), (1, 10)]
-    assert count_tokens([requests]) == 80
-    together = score_requests(model, requests, batch_tokens=10_000)
-    np.testing.assert_allclose(together.loglikelihoods, alone.loglikelihoods, atol=1e-4)
-    log_probs = model(torch.from_numpy(context.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
-    np.testing.assert_allclose(alone.loglikelihoods[:3], log_probs[[5, 9, 77]].tolist(), atol=1e-5)
-    best = Request(context, np.array([int(log_probs.argmax())], dtype=np.int32))
-    assert score_requests(model, [requests[0], best]).greedy.tolist() == [False, True]
-
-
-def test_logit_soft_caps_stay():
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=60,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=2.0,
-        initializer_range=1.0,
-    )
-    model = Gemma2ForCausalLM(config).eval()
-    inputs, targets = torch.arange(5, 25), torch.arange(20, 26)
-    log_probs = model(inputs[None]).logits[0, -6:].log_softmax(-1)
-    (score,) = score_requests(model, [Request(inputs.numpy().astype(np.int32), targets.numpy())]).loglikelihoods
-    assert score == pytest.approx(log_probs[torch.arange(6), targets].sum().item(), abs=1e-4)
-    assert model(inputs[None]).logits.shape == (1, 20, 60)  # scoring leaves no hook behind
 
 
 def test_fingerprint_follows_the_items_their_definition_and_lm_eval(tmp_path, monkeypatch):

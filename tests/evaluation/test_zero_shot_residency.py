@@ -3,7 +3,6 @@ memory that does not suffice makes batches and blocks smaller."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -12,18 +11,13 @@ import torch
 
 from tests.evaluation.test_scored_positions import long_items
 from tests.evaluation.test_shared_prefix import assorted_items
-from tests.residencies import FEW, Counted, in_way
+from tests.residencies import FEW, in_way
 from tune_prune.evaluation.engine.prefix_trees import (
-    count_tokens,
-    plan_rows,
     score_items,
-    score_planned,
     unsupported_reason,
 )
 from tune_prune.evaluation.engine.rows import RequestScores
-from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.runner.hidden_states import KeptStates
-from tune_prune.models.runner.out_of_memory import OutOfMemory
 
 LONGEST = 256  # tokens of `long_items`, some of which are trees of several blocks of attention
 
@@ -58,49 +52,6 @@ def test_hidden_states_in_a_file_and_the_head_in_parts(tiny, case, attention, mo
     expected = score_items(model, items())
     empty, residency = in_way(model, "spilled")
     assert_same_bits(score_items(empty, items(), residency=residency), expected)
-
-
-def test_every_layer_is_read_once_per_block_and_nothing_stays(tiny):
-    model = tiny("llama", max_position_embeddings=LONGEST)
-    empty, residency = in_way(model, "streamed")
-    assert residency.weights is not None
-    rows = plan_rows(items())
-    assert rows.plain and rows.trees
-    for block_tokens, blocks in ((None, 1), (1, len(rows.plain) + len(rows.trees))):
-        weights, done = Counted(residency.weights), []
-        held = replace(residency, weights=weights, block_tokens=block_tokens)
-        score_planned(empty, rows, batch_tokens=1, advance=done.append, residency=held)
-        asked = [name for name in weights.asked if name.startswith("model.layers.")]
-        assert sorted(asked) == sorted(blocks * [name for name in weights if name in asked])
-        assert len(set(asked)) == 4 * 9  # parameters of a layer
-        assert len(done) == blocks and sum(done) == count_tokens(items())
-    assert {p.device.type for p in empty.parameters()} == {"meta"}
-    assert empty.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("most", [3, 1, 0])
-def test_batches_that_do_not_fit_are_halved(tiny, caplog, most):
-    model = tiny("llama")
-    expected = score_items(model, assorted_items()).loglikelihoods
-    empty, residency = in_way(model, "streamed")
-    tried: list[int] = []
-
-    def refuse(_, args):
-        tried.append(len(args[0]))
-        if tried[-1] > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    decoder_layers(empty, FAMILIES["llama"])[2].register_forward_pre_hook(refuse)  # the copies of the layer have it
-    with caplog.at_level(logging.WARNING):
-        if most:
-            found = score_items(empty, assorted_items(), residency=residency).loglikelihoods
-            np.testing.assert_allclose(found, expected, atol=1e-10)
-        else:
-            with pytest.raises(OutOfMemory):
-                score_items(empty, assorted_items(), residency=residency)
-    failed = [rows for rows in tried if rows > most]
-    assert failed == sorted(failed, reverse=True) and failed[-1] == {3: 4, 1: 2, 0: 1}[most]
-    assert "out of memory in zero-shot (streamed)" in caplog.text
 
 
 def test_blocks_that_do_not_fit_are_halved(tiny, monkeypatch):

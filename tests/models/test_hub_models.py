@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,26 +13,25 @@ import pytest
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import AutoTokenizer
 
-from tests.search_folders import data_folder
+from tests.search_folders import data_folder, in_hub_cache
+from tune_prune.commands import search
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import data_fingerprint, hub_datasets, measured_on, task_source
 from tune_prune.embedded import model_dir
 from tune_prune.evaluation.zero_shot import build_suite
-from tune_prune.models import hub, loading, unsupported
+from tune_prune.models import hub, loading
 from tune_prune.models.catalog import resolve
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMITS = ("0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef")
 
 
-def cached_model(home: Path, repo: str, commit: str) -> None:
+def cached_model(home: Path, repo: str, commit: str) -> Path:
     """tiny-llama in the hub's cache below `home`, as the newest commit of `repo`."""
-    folder = home / "hub" / f"models--{repo.replace('/', '--')}"
-    shutil.copytree(model_dir("tiny-llama"), folder / "snapshots" / commit)
-    (folder / "refs").mkdir(exist_ok=True)
-    (folder / "refs" / "main").write_text(commit, encoding="utf-8")
+    return in_hub_cache(model_dir("tiny-llama"), home / "hub", repo, commit)
 
 
 def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +52,9 @@ def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_weights_are_fetched_before_workers_ask_for_them(
     sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that transformers reads, and no others of the repository; what the cache has is not asked for again."""
+    """Only weights that transformers reads are fetched, and what the cache has is not asked for again."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    cached_model(tmp_path, "acme/tiny", COMMITS[0])
-    folder = tmp_path / "hub" / "models--acme--tiny" / "snapshots" / COMMITS[0]
+    folder = cached_model(tmp_path, "acme/tiny", COMMITS[0])
     (folder / "model.safetensors").unlink()
     shards = ["model-1.safetensors", "model-2.safetensors"]
     there = {"model.safetensors.index.json", "consolidated.safetensors", *shards} if sharded else {"model.safetensors"}
@@ -91,18 +86,6 @@ def test_weights_are_fetched_before_workers_ask_for_them(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
     with pytest.raises(UserError, match="could not be downloaded"):
         loading.fetch_weights(source)
-
-
-def test_a_folder_with_the_name_of_an_alias_is_pointed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alias is what was meant for a hub's model."""
-    monkeypatch.chdir(tmp_path)
-    source = resolve("mistral")
-    hint = " (the folder ./mistral is --model ./mistral)"
-    assert hint not in str(unsupported.unavailable(source, ConnectionError("no route"), "config.json"))
-    (tmp_path / "mistral").mkdir()
-    assert str(unsupported.unavailable(source, ConnectionError("no route"), "config.json")).endswith(
-        f"--model DIR{hint}"
-    )
 
 
 def cached_dataset(home: Path, repo: str, commit: str) -> Path:
@@ -155,44 +138,24 @@ def test_hub_data_are_read_at_the_commit_that_keys_name(tmp_path: Path, monkeypa
     assert asked == [("Salesforce/wikitext", COMMITS[0])] * 2 + [("allenai/ai2_arc", COMMITS[0])]
 
 
-def test_the_hub_is_asked_once_for_a_commit_that_no_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert hub.dataset_commit("allenai/c4") is None  # no test asks the hub
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    asked = []
-
-    def answer(repo: str, file: str, repo_type: str) -> str:
-        asked.append((repo, file, repo_type))
-        return str(cached_dataset(tmp_path, repo, COMMITS[1]))
-
-    def silence(*_: object, **__: object) -> None:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", silence)
-    with pytest.raises(UserError, match=r"data set allenai/c4 .* cannot be reached \(no route\).*--data-dir DIR"):
-        hub.dataset_commit("allenai/c4")
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: None)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", answer)
-    assert {hub.dataset_commit("allenai/c4") for _ in range(3)} == {COMMITS[1]}
-    assert asked == [("allenai/c4", "README.md", "dataset")]
-
-
 @pytest.mark.slow
-def test_a_search_of_a_hub_model(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    cached_model(home, "acme/tiny", COMMITS[0])
-    command = [sys.executable, "-m", "tune_prune.search", "--model", "acme/tiny", "--search-space", "smoke"]
-    command += ["--data-dir", str(data_folder(tmp_path / "data")), "--tasks", "piqa", "--limit", "4"]
-    command += ["--calibration", "embedded"]
-    command += ["--storage-path", str(tmp_path / "r"), "--name", "hub", "--inline"]
-    environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_search_of_a_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached_model(tmp_path, "acme/tiny", COMMITS[0])
+    data = (
+        "--data-dir",
+        data_folder(tmp_path / "data"),
+        "--tasks",
+        "piqa",
+        "--limit",
+        "4",
+        "--calibration",
+        "embedded",
+    )
+    kept = ("--storage-path", tmp_path / "r", "--name", "hub", "--inline")
+    printed(search.main, "--model", "acme/tiny", "--search-space", "smoke", *data, *kept)
     model = json.loads((tmp_path / "r" / "hub" / "experiment.json").read_text(encoding="utf-8"))["models"]["tiny"]
     assert model["run"]["revision"] == COMMITS[0]  # what trials load, whatever main says by then
-    results = [
-        json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "r" / "hub" / "ledger").glob("*.json")
-    ]
-    assert [record["status"] for record in results] == ["complete"] * 6
-    assert {record["key"] for record in results} == set(model["trial_keys"])
+    records = Ledger(FolderStore(tmp_path / "r" / "hub")).records()
+    assert [record.status for record in records] == ["complete"] * 6
+    assert {record.key for record in records} == set(model["trial_keys"])

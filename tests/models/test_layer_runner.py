@@ -13,7 +13,6 @@ import torch
 
 from tests.conftest import build_tiny
 from tests.residencies import CASES, FEW, WAYS, Counted, in_way
-from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner import layer_weights
@@ -134,24 +133,3 @@ def test_a_file_of_hidden_states_has_no_name_and_uses_its_room_again(temporary):
     assert states._end == sum(value.nbytes for value in values.values())
     with pytest.raises(KeyError):
         states["a"]
-
-
-def test_no_room_for_hidden_states_is_a_sentence(tiny, tmp_path, monkeypatch):
-    runner = runner_of(*in_way(tiny("llama"), "spilled"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(
-        UserError, match=r"gone cannot be made \(No such file or directory\); make room there, or set TMPDIR"
-    ):
-        runner.forward(batches())
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
-    with pytest.raises(UserError, match=r"cannot grow to 0\.00 GB \(No space left on device\); make room there, or"):
-        runner.forward(batches())
-
-
-def test_hidden_states_that_are_lost_are_a_sentence(temporary):
-    states = SpilledStates(torch.device("cpu"))
-    states["a"], states["b"] = torch.randn(2, 3), torch.randn(2, 3)
-    states._file.truncate(40)
-    assert states["a"].shape == (2, 3)
-    with pytest.raises(UserError, match=rf"in {temporary} cannot be read \(it has been cut\); make room"):
-        states["b"]

@@ -1,4 +1,4 @@
-"""Which errors say that memory does not suffice; what is given back after one; and what is tried next."""
+"""Errors that say that memory does not suffice, memory that is given back after one, and the way that is tried next."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import pytest
 import torch
 
 from tests.limited_memory import LimitedMemory
-from tests.residencies import in_way
 from tune_prune.core import machine
 from tune_prune.core.machine import Memory
-from tune_prune.evaluation.perplexity import perplexity
-from tune_prune.models.families import FAMILIES
 from tune_prune.models.runner.out_of_memory import (
     OutOfMemory,
     Shortage,
@@ -25,7 +22,6 @@ from tune_prune.models.runner.out_of_memory import (
     is_out_of_memory,
 )
 from tune_prune.models.runner.residency import RESIDENT
-from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 
 CPU = torch.device("cpu")
 HALVED = [replace(RESIDENT, halvings=halvings) for halvings in range(4)]
@@ -35,13 +31,9 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnXpotrf(handle)`"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("unable to mmap 8000 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
@@ -60,9 +52,6 @@ def test_errors_that_say_so(error):
     [
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
-        RuntimeError(
-            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
-        ),
         ValueError("CUDA out of memory"),
         OSError(28, "No space left on device"),
     ],
@@ -146,31 +135,3 @@ def test_a_trial_that_fills_its_share_of_a_gpu_is_told_so(free, words):
     with pytest.raises(OutOfMemory) as raised:
         first_that_fits("kl", HALVED[:1], run, torch.device("cuda"), lambda: "stop")
     assert words in str(raised.value)
-
-
-def windows(count: int, length: int) -> torch.Tensor:
-    return torch.randint(0, 64, (count, length), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize(("way", "dtype"), [("resident", torch.bfloat16), ("streamed", torch.float32)])
-@pytest.mark.slow
-def test_less_at_once_takes_less_memory_and_gives_the_same_bits(tiny, way, dtype):
-    """Bit for bit on a CPU, whose matrix products do not ask how many rows there are once there are some dozens."""
-    model = tiny("llama", dtype)
-    held, residency = in_way(model, way)
-    tokens, samples = windows(19, 32).flatten()[:-5], windows(9, 16)
-    stages = {
-        "perplexity": lambda how: perplexity(held, tokens, 32, 8, how).mean_loss,
-        "removals": lambda how: removal_losses(held, FAMILIES["llama"], samples, KINDS, how),
-    }
-    for name, run in stages.items():
-        found, peaks = [], []
-        for halvings in range(4):
-            with LimitedMemory() as memory:
-                result = run(replace(residency, halvings=halvings))
-            if name == "removals":
-                result = [result.dense.tolist(), {kind: losses.tolist() for kind, losses in result.removed.items()}]
-            found.append(result)
-            peaks.append(memory.peak)
-        assert all(one == found[0] for one in found), name
-        assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.75 * peaks[0], (name, peaks)

@@ -1,4 +1,4 @@
-"""What passes over a model in files take does not depend on how many layers it has."""
+"""Memory of passes over a model in files does not depend on how many layers it has."""
 
 from __future__ import annotations
 

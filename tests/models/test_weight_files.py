@@ -1,4 +1,4 @@
-"""What is looked at of weights before they are loaded, whatever files they are in and wherever those lie."""
+"""Checks of weights before they are loaded, whatever files they are in and wherever those lie."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.search_folders import in_hub_cache
 from tune_prune.core.errors import UserError
 from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import ModelSource, resolve
 from tune_prune.models.loading import map_model
 
 Weights = dict[str, torch.Tensor]
+Place = tuple[ModelSource, Path]
 NAME = "model.layers.1.self_attn.o_proj.weight"
 MODULE = NAME.removesuffix("weight")
 
@@ -47,28 +49,18 @@ FILES: dict[str, Callable[[Path, Weights], None]] = {
 
 
 @pytest.fixture(params=["folder", "hub"])
-def source(
-    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ModelSource:
-    """A folder that a test may damage, or the same as the hub's cache has it; its files are in `place`."""
+def place(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A model that a test may damage, and the folder of its files: its own, or the one in the hub's cache."""
     if request.param == "folder":
-        return resolve(str(folder))
+        return resolve(str(folder)), folder
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    repo = tmp_path / "hub" / "models--acme--tiny"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "snapshots").mkdir()
-    (repo / "refs" / "main").write_text("0" * 40)
-    folder.rename(repo / "snapshots" / ("0" * 40))
-    return resolve("acme/tiny")
-
-
-def place(source: ModelSource, tmp_path: Path) -> Path:
-    return Path(source.location) if source.kind == "folder" else next((tmp_path / "hub").glob("*/snapshots/*"))
+    snapshot = in_hub_cache(folder, tmp_path / "hub", "acme/tiny")
+    return resolve("acme/tiny"), snapshot
 
 
 @pytest.mark.parametrize("files", FILES)
-def test_whole_weights_are_the_same_model_in_whatever_files(files: str, source: ModelSource, tmp_path: Path, tiny):
-    folder = place(source, tmp_path)
+def test_whole_weights_are_the_same_model_in_whatever_files(files: str, place: Place, tiny):
+    source, folder = place
     FILES[files](folder, load_file(folder / "model.safetensors"))
     loading.check_weights(source, loading.load_config(source))
     loaded = loading.load_model(source, torch.float32, "cpu").model.state_dict()
@@ -81,14 +73,14 @@ def _in_8_bits(weights: Weights) -> None:
 
 
 def _codes(weights: Weights) -> None:
-    """As GPTQ and AWQ name them."""
+    """Name codes and scales as GPTQ and AWQ do."""
     rows, columns = weights.pop(NAME).shape
     weights[f"{MODULE}qweight"] = torch.zeros(rows // 8, columns, dtype=torch.int32)
     weights[f"{MODULE}scales"] = torch.ones(1, columns)
 
 
 def _in_4_bits(weights: Weights) -> None:
-    """As bitsandbytes stores them."""
+    """Store a weight as bitsandbytes does."""
     weights[f"{NAME}.absmax"] = torch.ones(weights[NAME].numel() // 64)
     weights[NAME] = torch.zeros(weights[NAME].numel() // 2, 1, dtype=torch.uint8)
 
@@ -104,12 +96,13 @@ QUANTISED: dict[str, tuple[Callable[[Weights], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", QUANTISED)
-@pytest.mark.parametrize("files", FILES)
-def test_quantised_weights_are_refused_on_every_road(files: str, how: str, source: ModelSource, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("files", "how"), [("safetensors", how) for how in QUANTISED] + [(files, "codes") for files in FILES][1:]
+)
+def test_quantised_weights_are_refused_on_every_road(files: str, how: str, place: Place):
     """Without a quantization_config nothing says so but the tensors themselves."""
     change, said = QUANTISED[how]
-    folder = place(source, tmp_path)
+    source, folder = place
     weights = load_file(folder / "model.safetensors")
     change(weights)
     FILES[files](folder, weights)
@@ -144,17 +137,8 @@ def test_a_stored_head_that_differs_from_tied_embeddings_is_refused(tiny, folder
         loading.load_model(resolve(str(folder)), torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("keep", [0, 1000, -1000])
-def test_a_pickle_that_is_cut_off_is_called_that(keep: int, folder: Path):
-    _pickle(folder, load_file(folder / "model.safetensors"))
-    path = folder / "pytorch_model.bin"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"weight file .*pytorch_model\.bin is damaged or cut off \([0-9,]+ bytes"):
-        loading.check_weights(resolve(str(folder)), loading.load_config(resolve(str(folder))))
-
-
-def test_of_a_hub_s_model_that_is_not_wholly_here_nothing_is_said_yet(source: ModelSource, tmp_path: Path):
-    folder = place(source, tmp_path)
+def test_of_a_hub_s_model_that_is_not_wholly_here_nothing_is_said_yet(place: Place):
+    source, folder = place
     _pickle_in_two(folder, load_file(folder / "model.safetensors"))
     weight_files.pickled_files(folder)[0].unlink()
     config = loading.load_config(source)
@@ -166,9 +150,9 @@ def test_of_a_hub_s_model_that_is_not_wholly_here_nothing_is_said_yet(source: Mo
 
 
 @pytest.mark.parametrize("files", FILES)
-def test_a_config_without_a_data_type_leaves_it_to_the_files(files: str, source: ModelSource, tmp_path: Path) -> None:
+def test_a_config_without_a_data_type_leaves_it_to_the_files(files: str, place: Place) -> None:
     """Most of the numbers count: norms are often kept in float32."""
-    folder = place(source, tmp_path)
+    source, folder = place
     about = json.loads((folder / "config.json").read_text())
     about = {name: value for name, value in about.items() if "dtype" not in name}
     weights = load_file(folder / "model.safetensors")
@@ -184,14 +168,17 @@ def test_a_config_without_a_data_type_leaves_it_to_the_files(files: str, source:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(b"<html>Not found</html>", "it holds no weights"), ([1, 2], "it holds no tensors by name")]
+    ("content", "says"),
+    [(b"<html>Not found</html>", "it holds no weights"), ([1, 2], "it holds no tensors by name"), (None, "bytes")],
+    ids=["a page", "a list", "cut off"],
 )
 def test_what_is_no_weights_in_a_pickled_file_is_said(content: object, says: str, folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    if isinstance(content, bytes):
-        (folder / "pytorch_model.bin").write_bytes(content)
+    _pickle(folder, load_file(folder / "model.safetensors"))
+    path = folder / "pytorch_model.bin"
+    if isinstance(content, list):
+        torch.save(content, path)
     else:
-        torch.save(content, folder / "pytorch_model.bin")
+        path.write_bytes(content or path.read_bytes()[:-1000])
     source = resolve(str(folder))
     with pytest.raises(UserError, match=f"is damaged or cut off .*{says}"):
         loading.check_weights(source, loading.load_config(source))

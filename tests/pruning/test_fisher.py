@@ -11,11 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import FAMILIES, decoder_layers
-from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.statistics import Need, load_statistic
 
 SEQ_LEN = 9
@@ -98,20 +95,6 @@ def test_it_is_the_formula(tiny, variant: str, name: str, truth: Callable[..., l
     for index, (attention, mlp) in enumerate(truth(model, samples)):
         np.testing.assert_allclose(found.attention[index], attention, rtol=1e-9, atol=1e-18)
         np.testing.assert_allclose(found.mlp[index], mlp, rtol=1e-9, atol=1e-18)
-
-
-@pytest.mark.parametrize("name", ["gate_fisher", "fisher"])
-def test_a_score_is_the_information_per_parameter(tiny, name: str):
-    model, samples = tiny("llama"), windows(4)
-    family, geometry = FAMILIES["llama"], read_geometry(model, FAMILIES["llama"])
-    method, information = load_method(name), collected(name, model, samples)
-    assert set(method.needs(PruningConfig(name, SEQ_LEN, 4))) == {name}
-    scores = method.scores(Dense(model, family, geometry, 0, {name: information}))
-    for index in range(len(scores.mlp)):
-        np.testing.assert_array_equal(
-            scores.attention[index], information.attention[index] / geometry.group_cost[index]
-        )
-        np.testing.assert_array_equal(scores.mlp[index], information.mlp[index] / geometry.channel_cost[index])
 
 
 def test_in_bfloat16_squares_are_summed_in_float64(tiny):

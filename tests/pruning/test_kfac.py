@@ -13,11 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.residencies import in_way
-from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import FAMILIES, decoder_layers
-from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics import kfac as module
 
@@ -36,7 +33,7 @@ def collected(model: nn.Module, samples: Tensor) -> GroupScores:
 
 
 def factors(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of o of the first layer, down of the first layer, o of the second, ...: A with its damping, G and W, by sums over tokens."""
+    """A with its damping, G and W of o of the first layer, down of the first layer, o of the second, ..., by sums over tokens."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def watch(place: int, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -111,7 +108,7 @@ def test_no_weights_that_make_up_for_a_group_cost_less(tiny):
 
 
 def test_channels_that_repeat_each_other_cost_the_least_beside_what_they_cost_alone(tiny):
-    """Which scores that look at one channel after the other cannot see."""
+    """Scores that look at one channel after the other cannot see that."""
     model, samples = tiny("llama", torch.float64), windows(6)
     mlp = decoder_layers(model, FAMILIES["llama"])[1].mlp
     for linear in (mlp.gate_proj, mlp.up_proj):
@@ -120,17 +117,6 @@ def test_channels_that_repeat_each_other_cost_the_least_beside_what_they_cost_al
     alone = np.diag(weight.T @ g @ weight) * np.diag(a)
     left = collected(model, samples).mlp[1] / alone
     assert set(np.argsort(left)[:2]) == {7, 30} and left[[7, 30]].max() < 0.1 and left.max() < 1
-
-
-def test_a_score_is_the_loss_per_parameter(tiny):
-    model, samples = tiny("llama"), windows(4)
-    family, geometry = FAMILIES["llama"], read_geometry(model, FAMILIES["llama"])
-    method, losses = load_method("kfac"), collected(model, samples)
-    assert set(method.needs(PruningConfig("kfac", SEQ_LEN, 4))) == {"kfac"}
-    scores = method.scores(Dense(model, family, geometry, 0, {"kfac": losses}))
-    for index in range(len(scores.mlp)):
-        np.testing.assert_array_equal(scores.attention[index], losses.attention[index] / geometry.group_cost[index])
-        np.testing.assert_array_equal(scores.mlp[index], losses.mlp[index] / geometry.channel_cost[index])
 
 
 def test_what_nothing_goes_into_costs_nothing_and_what_is_not_finite_no_number(tiny):
@@ -143,8 +129,7 @@ def test_what_nothing_goes_into_costs_nothing_and_what_is_not_finite_no_number(t
     assert not np.isfinite(collected(model, windows(4)).mlp[2]).any()
 
 
-@pytest.mark.parametrize("way", ["by layer", "streamed"])
-def test_the_matrices_of_one_layer_are_there_at_a_time(tiny, monkeypatch: pytest.MonkeyPatch, way: str):
+def test_the_matrices_of_one_layer_are_there_at_a_time(tiny, monkeypatch: pytest.MonkeyPatch):
     """With the garbage collector off: what hooks hold in a circle would stay."""
     made: dict[int, weakref.ref[Tensor]] = {}
     seen = []
@@ -156,7 +141,7 @@ def test_the_matrices_of_one_layer_are_there_at_a_time(tiny, monkeypatch: pytest
         return original(factors, num_samples)
 
     monkeypatch.setattr(module._Factors, "results", results)
-    held, residency = in_way(tiny("llama"), way)
+    held, residency = in_way(tiny("llama"), "streamed")
     gc.disable()
     try:
         load_statistic("kfac").collect(held, FAMILIES["llama"], windows(4), [Need("kfac", "", 4)], residency)

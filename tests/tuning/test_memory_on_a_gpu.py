@@ -85,7 +85,7 @@ def test_every_stage_of_a_small_model_in_float32_took_what_is_planned():
 
 @pytest.mark.parametrize(("rank", "peak"), record("training_step")["trial_peak_bytes"].items())
 def test_a_training_as_a_graph_took_what_is_planned(rank, peak):
-    """Of SmolLM2-135M, cut by a fifth; the page says the plans of rank 8 and 64."""
+    """SmolLM2-135M was cut by a fifth; the page says the plans of rank 8 and 64."""
     config = config_of("smollm2-135m")
     shapes = Shapes(loading.config_geometry(config)[1], config, 4, "cuda")
     removed = round(0.2 * shapes.geometry.total_params)

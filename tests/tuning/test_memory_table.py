@@ -80,7 +80,7 @@ def on_card(ways: list[MemoryPlan], card: Card, geometry: Geometry, vocab_size: 
 
 @functools.cache
 def planned(name: str) -> tuple[PretrainedConfig, Geometry, list[MemoryPlan]]:
-    """In bfloat16, with the largest perplexity window and the longest item of the real tasks (some 600 tokens)."""
+    """Plan in bfloat16, with the largest perplexity window and the longest item of the real tasks (some 600 tokens)."""
     config = config_of(name.lower())
     _, geometry = loading.config_geometry(config)
     work: Any = SimpleNamespace(

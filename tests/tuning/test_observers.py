@@ -1,4 +1,4 @@
-"""Those that follow a search: views that fail, and work that was lost, with a clock that the test turns."""
+"""Observers of a search: views that fail, and work that was lost, with a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
-from tune_prune.core.ledger import Ledger, write_pass
-from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.ledger import write_pass
+from tune_prune.core.records import StageReport
 from tune_prune.tuning.messages import JobMessage, TrialMessage
-from tune_prune.tuning.observers import tensorboard
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
@@ -68,38 +67,6 @@ def test_tensorboard_on_a_full_disk_is_a_warning_without_a_traceback(tmp_path, m
     observers.on_finish()
     assert len(said) == 1 and said[0].startswith("TensorBoard: not written (OSError: [Errno 28] No space left")
     assert capfd.readouterr().err == ""
-
-
-def test_of_several_failures_the_first_is_told_once_all_are_tried(tmp_path, monkeypatch):
-    settings, tried = WorkerSettings(tmp_path, tmp_path, TrialResources()), []
-    lost = LostWork(settings)
-    for key in ("a", "b", "c"):
-        lost.on_start(replace(SPEC, key=key))
-
-    def fails(ledger: Ledger, record: TrialRecord, unfinished_s: float | None = None) -> None:
-        tried.append(record.key)
-        raise OSError(f"{record.key} cannot be noted")
-
-    monkeypatch.setattr(Ledger, "note", fails)
-    with pytest.raises(OSError, match=r"^a cannot be noted"):
-        lost.note_all()
-    assert tried == ["a", "b", "c"]
-
-    board, closed = TensorBoardObserver(tmp_path, dict.fromkeys("abc", "tiny-llama")), []
-    for key in ("a", "b", "c"):
-        board.on_message(replace(SPEC, key=key), stage_message(key, "perplexity", metrics={"ppl": 2.0}))
-    close = tensorboard._EventFile.close
-
-    def fails_twice(file: tensorboard._EventFile) -> None:
-        close(file)
-        closed.append(file)
-        if len(closed) < 3:
-            raise OSError(f"{len(closed)} cannot be closed")
-
-    monkeypatch.setattr(tensorboard._EventFile, "close", fails_twice)
-    with pytest.raises(OSError, match=r"^1 cannot be closed"):
-        board.on_finish()
-    assert len(closed) == 3
 
 
 def test_two_attempts_in_the_same_second_are_two_files(tmp_path):
@@ -157,14 +124,3 @@ def test_what_an_attempt_had_done_before_it_died_is_kept(tmp_path: Path):
     lost.on_end(job, JobMessage())
     lost.note_all()
     assert len(settings.ledger.attempts([])) == 2
-
-
-def test_jobs_of_two_models_are_two_attempts(tmp_path: Path):
-    """Begun in the same second."""
-    settings, now = WorkerSettings(tmp_path, tmp_path, TrialResources()), 100.0
-    lost = LostWork(settings, clock=lambda: now)
-    for label in ("a model/1", "another"):
-        lost.on_start(PrepareJob(replace(RUN, label=label)))
-    now += 5
-    lost.note_all()
-    assert sorted(attempt.model for attempt in settings.ledger.attempts([])) == ["a model/1", "another"]

@@ -104,15 +104,13 @@ NATS = {
     # 600 runs give up to 4%, of which so few runs may show more.
     "lognormal": of_equal_means(lambda shape, rng: against_steady(rng.lognormal(0.0, 1.0, shape))),
 }
-GUARANTEE = {f"correlated {c}": (exchangeable(c), EMBEDDED, proportional, 60, 0.05) for c in (0.0, 0.8, 0.98)}
+GUARANTEE = {f"correlated {c}": (exchangeable(c), EMBEDDED, proportional, 60, 0.05) for c in (0.0, 0.98)}
 GUARANTEE |= {
-    "unseen wins": (opposed, TASK_ITEMS, proportional, 20, 0.05),
     "unseen wins, even slices": (opposed, TASK_ITEMS, lambda sizes: even_slices(sizes, SLICES), 20, 0.05),
 }
 GUARANTEE |= {
     f"{name}, {which}": (make, sizes, proportional, 40, 0.1 if name == "lognormal" else 0.05)
-    for name, make in NATS.items()
-    for which, sizes in SIZES.items()
+    for (name, make), (which, sizes) in zip(NATS.items(), [*SIZES.items(), ("even", EMBEDDED)], strict=True)
 }
 
 
@@ -141,7 +139,7 @@ def right_or_wrong(sizes: Mapping[str, int], rng: np.random.Generator) -> Scores
     "make", [right_or_wrong, *(clearly_worse(NATS[name]) for name in ("normal", "heavy tails", "skewed"))]
 )
 def test_clearly_worse_configurations_are_stopped_early(make: Callable[..., Scores]) -> None:
-    """By a quarter of the items, and some at the first look."""
+    """All of them are stopped by a quarter of the items, and some at the first look."""
     scores = make(EMBEDDED, np.random.default_rng(1))
     race, counts = race_of(scores, len(SLICES)), proportional(EMBEDDED)
     stopped = {
@@ -231,16 +229,6 @@ def test_a_trial_with_a_value_that_is_not_finite_neither_stops_nor_is_stopped(va
     assert race.add("broken", 0, {"t": bad}) is not None  # tried again, and finite
 
 
-def test_where_a_task_shows_its_first_item_late_nothing_is_said_before() -> None:
-    """Some of its items have several right choices, and none of the others has come."""
-    race = Race(2, {"t": 400, "mixed": 100}, 3, measure=GOLD_LOGPROB)
-    good, bad = {"t": [-1.0] * 100}, {"t": [-9.0] * 100}
-    race.add("good", 0, good)
-    assert race.add("bad", 0, bad) is None
-    race.add("good", 1, good | {"mixed": [-1.0] * 50})
-    assert race.add("bad", 1, bad | {"mixed": [-9.0] * 50}) is not None
-
-
 def test_a_trial_meets_each_rival_on_what_both_have_seen() -> None:
     race = Race(3, {"t": 400}, 3)
     assert race.add("weak", 0, {"t": "0" * 100}) is None  # nobody to compare with
@@ -267,29 +255,10 @@ def test_ties_and_few_items_stop_nobody() -> None:
 
 
 def test_all_items_seen_leave_nothing_to_chance() -> None:
-    """Where a slice before the last has them all, the difference is what it is, however small."""
+    """Once a slice before the last has all items, the difference is exact, however small."""
     race = Race(2, {"t": 50}, 3)
     race.add("one more", 0, {"t": "1" * 25 + "0" * 25})
     assert race.add("one less", 0, {"t": "1" * 24 + "0" * 26}) is not None
-
-
-def test_less_confidence_stops_more_and_the_same_calls_give_the_same_verdicts() -> None:
-    rng = np.random.default_rng(7)
-    scores = {task: rng.random((12, n)) < np.linspace(0.5, 0.8, 12)[:, None] for task, n in EMBEDDED.items()}
-    counts, stopped = proportional(EMBEDDED), []
-    for confidence in (0.5, 0.5, 0.95, 0.999999):
-        race = race_of(scores, len(SLICES), confidence)
-        stopped.append(
-            [
-                (c, i)
-                for i in range(4)
-                for c in range(12)
-                if race.add(str(c), i, added(scores, c, counts, i)) is not None
-            ]
-        )
-    assert stopped[0] == stopped[1]
-    first, _, usual, sure = ({config for config, _ in looks} for looks in stopped)
-    assert sure < usual <= first < set(range(12))
 
 
 def test_a_trial_that_is_tried_again_starts_over() -> None:
@@ -300,32 +269,6 @@ def test_a_trial_that_is_tried_again_starts_over() -> None:
     assert race.add("retried", 0, {"t": "1" * 100}) is None
     assert race.add("retried", 1, {"t": "1" * 100}) is None
     assert race.add("strong", 1, {"t": "1" * 100}) is None  # 200 items each, not 300
-
-
-@pytest.mark.parametrize(
-    ("key", "index", "outcomes", "words"),
-    [
-        ("b", 0, {"t": "1" * 9, "u": "1" * 11}, "other items in slice 0"),
-        ("b", 0, {"t": "1" * 20}, "other items in slice 0"),
-        ("b", 0, {"t": "1" * 10, "v": "1" * 10}, "'v'"),
-        ("b", 1, {"t": "1" * 10, "u": "1" * 10}, "reports slice 1; 0 of 3"),
-        ("a", 2, {"t": "1" * 10, "u": "1" * 10}, "reports slice 2; 1 of 3"),
-        ("b", 0, {"t": "2" * 10, "u": "1" * 10}, "neither 0 nor 1"),
-        ("a", 1, {"t": "1" * 91, "u": "1" * 10}, "items were seen of tasks"),
-    ],
-)
-def test_what_does_not_fit_the_other_trials_is_refused(key, index, outcomes, words) -> None:
-    race = Race(2, {"t": 100, "u": 100}, 3)
-    race.add("a", 0, {"t": "1" * 10, "u": "0" * 10})
-    with pytest.raises(ValueError, match=words):
-        race.add(key, index, outcomes)
-
-
-def test_one_trial_more_than_configurations_is_refused() -> None:
-    race = Race(1, {"t": 10}, 2)
-    race.add("a", 0, {"t": "1"})
-    with pytest.raises(ValueError, match="one more than the 1"):
-        race.add("b", 0, {"t": "1"})
 
 
 def test_even_slices_hold_their_fraction_as_evenly_as_sizes_allow() -> None:

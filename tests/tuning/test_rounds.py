@@ -8,26 +8,22 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.findings import simulated_study
 from tests.search_folders import TINY
 from tests.searches import plan_of
 from tune_prune.analysis.input.reading import study_of_search
-from tune_prune.analysis.statistics.draws import next_draws
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.commands import search
 from tune_prune.commands.results import load
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about
 from tune_prune.core.records import FAILURES, TrialRecord
 from tune_prune.core.store import FolderStore
-from tune_prune.tuning import rounds
 from tune_prune.tuning.plan import Plan
 from tune_prune.tuning.rounds import Batch, Rounds, to_train
 from tune_prune.tuning.work import TrialSpec
@@ -124,7 +120,7 @@ def test_a_measure_that_nobody_has(drawn: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_search_decides_the_same_again(draws: Plan) -> None:
-    """What was run beyond a decision, or not yet, changes none before it."""
+    """Records beyond a decision, or missing ones, change no decision before it."""
     records = {record.key: record for record in draws.held.records}
     whole, _ = run_rounds(draws, list(records.values()))
     decided = decisions(draws)
@@ -134,23 +130,6 @@ def test_a_killed_search_decides_the_same_again(draws: Plan) -> None:
         beyond = sorted(whole.given - again.given)[::2]  # a part of what comes later has been run already
         held = replace(held, records=[records[key] for key in sorted(again.given | {*beyond})])
     assert decisions(draws) == decided and again.given == whole.given
-
-
-def test_a_failed_draw_is_none(draws: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in no mean, and the mean of all draws will be without it."""
-    asked: list[Any] = []
-    monkeypatch.setattr(rounds, "next_draws", lambda *given: asked.append(given[1:3]) or next_draws(*given))
-    batches, held = Rounds(draws), draws.held
-    batches.next(held)
-    first = set(batches.given)
-    batches.next(held)
-    failed = min(batches.given - first)
-    lost = {"status": "failed", "failure": "infeasible", "metrics": {}}
-    records = [replace(one, **lost) if one.key == failed else one for one in held.records]
-    batches.next(replace(held, records=records))
-    (counts, most), (later, left) = asked[:2]
-    assert set(counts) == {1} and set(most) == {MOST}
-    assert sorted(zip(later, left, strict=True)) == [(1, MOST - 1), *[(1, MOST)] * 14, *[(2, MOST)] * 3]
 
 
 @pytest.fixture(scope="module")
@@ -195,35 +174,9 @@ def test_of_what_may_be_the_best_some_are_trained_on_their_draws(measured) -> No
     assert not keys & second
 
 
-def test_right_choices_log_probability_tells_apart_what_accuracy_cannot(measured) -> None:
-    plan, findings, given = measured
-    ((name, found),) = findings.models.items()
-    for tied_value, by in ((-1.0, "gold_logprob_mean"), (float("nan"), "acc_mean")):
-        rows = found.eligible.assign(gold_logprob_mean=-np.arange(18.0)[::-1])  # the least accurate has the highest
-        rows.loc[rows["name"] == found.tied[0], "gold_logprob_mean"] = tied_value
-        rows.loc[rows.index[-1], "in_confidence_set"] = True  # of unknown error, and so not ruled out
-        own = SimpleNamespace(models={name: SimpleNamespace(model=found.model, eligible=rows)})
-        (chosen,), keys = to_train(plan, own, given)
-        order, possible = rows.sort_values(by, ascending=False)["name"], {*found.tied, rows["name"].iloc[-1]}
-        assert list(chosen.configurations) == [one for one in order if one in possible][:3]
-        assert chosen.by == by and ("right answers" in str(chosen)) == (by != "acc_mean") and keys
-
-
-def test_what_reads_no_seed_untrained_is_trained_on_every_draw(measured, tmp_path: Path) -> None:
-    """Untrained it is one trial of no seed; its training draws samples."""
-    _, findings, given = measured
-    (found,) = findings.models.values()
-    rows = found.eligible[found.eligible["name"] == found.tied[0]]
-    alone = PruningConfig("magnitude", 16, 128)
-    trials = [TrialSpec(RUN, alone, rows["key"].iloc[0])]
-    trials += [TrialSpec(RUN, replace(alone, recovery="lora", seed=seed), f"trained on {seed}") for seed in (3, 4)]
-    own = SimpleNamespace(models={"alpha": SimpleNamespace(model=found.model, eligible=rows)})
-    (chosen,), keys = to_train(plan_of(trials, tmp_path, recover=3), own, given)
-    assert len(chosen.configurations) == 1 and keys == {"trained on 3", "trained on 4"}
-
-
-@pytest.mark.parametrize("more", [None, 2])
-@pytest.mark.parametrize(("failure", "passes"), [("error", True), ("lost_worker", False), ("infeasible", False)])
+@pytest.mark.parametrize(
+    ("failure", "passes", "more"), [("error", True, None), ("lost_worker", False, 2), ("infeasible", False, None)]
+)
 def test_what_may_pass_is_tried_once_more_before_anything_is_decided(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: str, passes: bool, more: int | None
 ) -> None:
@@ -251,16 +204,6 @@ def test_what_may_pass_is_tried_once_more_before_anything_is_decided(
     assert not may_pass or made[1] == made[0]  # the others are there to be judged beside
     assert f"training the 3 most promising of {18 if passes else 17}, by" in said
     assert not made[-1] & plan.first_trials
-
-
-def test_trainings_that_are_done_count_among_those_that_come(measured) -> None:
-    plan, _, _ = measured
-    configs = [spec.config for spec in plan.trials if spec.config.seed is None]
-    last = [config for config in configs if config.recovery != "none"][-3:]
-    for done, left in ((last, 0), (last[:-1], 1)):
-        ordered = sorted(configs, key=lambda config: config.recovery != "none" and config not in done)
-        trained_ones = [config for config in plan.expected(ordered) if config.recovery != "none"]
-        assert len([config for config in trained_ones if config not in done]) == left
 
 
 @pytest.mark.slow

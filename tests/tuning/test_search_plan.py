@@ -1,9 +1,8 @@
-"""The plan of a search and whether an experiment may go on: the numbers of a dry run are those of the model's own files, a
-change of identity is refused with the difference."""
+"""The plan of a search: its numbers are those of the model's own files, of the trials and of what is left to do; in ten lines and
+as a whole."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,15 +19,12 @@ from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tests.searches import finished
 from tune_prune import embedded
 from tune_prune.analysis import export
-from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.commands import plan_page, search
 from tune_prune.commands.flags import settings_from
 from tune_prune.core.config import EvaluationProtocol, Samples
-from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
-from tune_prune.core.machine import Memory
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.data.task_files import TaskSource
@@ -36,15 +32,14 @@ from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner import devices
 from tune_prune.pruning import shapes
-from tune_prune.pruning.methods import Method, load_method
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare
-from tune_prune.tuning import experiment, preflight
+from tune_prune.tuning import experiment
 from tune_prune.tuning import space as search_space
-from tune_prune.tuning.memory_bounds import check_memory
-from tune_prune.tuning.plan import SearchSettings
+from tune_prune.tuning.plan import ModelPlan, Plan, SearchSettings
 from tune_prune.tuning.preflight import make_plan
+from tune_prune.tuning.work import TrialSpec
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -77,6 +72,7 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert "original; 2 runs of the sample text for each of: gradient, removal (one per seq_len)\n" in out
 
 
+FEW = (*TINY, "--tasks", "piqa")
 KEPT = (*TINY, "--storage-path", "kept", "--name", "mine")
 STAGES = ("importance", "removal", "pruning", "perplexity", "zero-shot")
 
@@ -114,62 +110,32 @@ def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
 
 
 def test_stopping_early_makes_the_cost_an_upper_bound(plan_text: Callable[..., str]) -> None:
-    assert "an upper bound: asha stops trials early" in plan_text(*TINY, "--scheduler", "asha")
-    alone, both = (plan_text(*TINY, "--kl-filter", *more) for more in ((), ("--scheduler", "race")))
+    assert "an upper bound: asha stops trials early" in plan_text(*FEW, "--scheduler", "asha")
+    alone, both = (plan_text(*FEW, "--kl-filter", *more) for more in ((), ("--scheduler", "race")))
     assert "scheduler none, KL filter\n" in alone and "an upper bound: the KL filter stops trials early" in alone
     assert "scheduler race, KL filter\n" in both and "race and the KL filter stop trials early" in both
 
 
-@pytest.mark.slow
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
-    plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = []
-    for speed in (0.2, 6.0):
-        monkeypatch.setattr(devices, "bfloat16_speed", lambda speed=speed: speed)
-        monkeypatch.setattr(plan_page, "bfloat16_speed", devices.bfloat16_speed)
-        shown += [
-            "bfloat16 was asked for, but this CPU multiplies matrices 0.2 times as fast" in plan_text(*TINY, *flags)
-            for flags in (("--dtype", "bfloat16", "--gpus-per-trial", "0"), ("--gpus-per-trial", "0"))
-        ]
-    assert shown == [True, False, False, False]
-
-
+@pytest.mark.parametrize(("speed", "fast"), [(6.0, True), (0.2, False)])
 def test_the_default_data_type_is_that_of_the_weights_where_the_cpu_gains_by_it(
-    plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    speed: float, fast: bool, plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A folder that says bfloat16, float16 or float32, on a CPU with instructions for bfloat16 and on one without; --dtype wins."""
+    """A folder that says bfloat16, float16 or float32, on a CPU with instructions for bfloat16 or without; --dtype wins."""
     folder, data = model_folder(tmp_path / "stored"), data_folder(tmp_path / "data")
-    about = json.loads((folder / "config.json").read_text())
-    space = ("--model", str(folder), "--data-dir", str(data), "--calibration", "embedded", "--gpus-per-trial", "0")
-    seen = []
-    for speed in (6.0, 0.2):
-        monkeypatch.setattr(devices, "bfloat16_speed", lambda speed=speed: speed)
-        monkeypatch.setattr(plan_page, "bfloat16_speed", devices.bfloat16_speed)
-        for stored in ("bfloat16", "float16", "float32", None):
-            (folder / "config.json").write_text(json.dumps(about | {"dtype": stored}))
-            settings = SearchSettings((str(folder),), "smoke", data_dir=str(data), calibration="embedded", limit=5)
-            seen.append(make_plan(replace(settings, gpus_per_trial=0)).models[0].run.dtype)
-        assert make_plan(replace(settings, gpus_per_trial=0, dtype="bfloat16")).models[0].run.dtype == "bfloat16"
-        (folder / "config.json").write_text(json.dumps(about | {"dtype": "bfloat16"}))
-        assert f"weights are stored in bfloat16; this CPU multiplies matrices {speed:.1f} times" in plan_text(
-            *space, "--search-space", "smoke", "--limit", "5"
-        )
-    assert seen == ["bfloat16", "bfloat16", "float32", "float32", *["float32"] * 4]
-
-
-def test_a_gpu_that_torch_does_not_see_is_named(
-    plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    shown = []
-    for place, hidden in ((tmp_path / "none", None), (tmp_path, None), (tmp_path, "")):
-        monkeypatch.setattr("tune_prune.commands.plan_page.NVIDIA", place)
-        if hidden is not None:  # what somebody does who wants the CPUs
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        shown.append("does not see this machine's NVIDIA GPU" in plan_text(*TINY, verbose=False))
-    assert shown == [False, True, False]
+    monkeypatch.setattr(devices, "bfloat16_speed", lambda: speed)
+    monkeypatch.setattr(plan_page, "bfloat16_speed", lambda: speed)
+    where = {"data_dir": str(data), "calibration": "embedded", "limit": 5, "gpus_per_trial": 0, "tasks": ("piqa",)}
+    settings = SearchSettings((str(folder),), "smoke", **where)
+    about, seen = json.loads((folder / "config.json").read_text()), {}
+    for stored in ("float32", "float16", "bfloat16"):
+        (folder / "config.json").write_text(json.dumps(about | {"dtype": stored}))
+        seen[stored] = make_plan(settings).models[0].run.dtype
+    half = "bfloat16" if fast else "float32"
+    assert seen == {"float32": "float32", "float16": half, "bfloat16": half}
+    assert make_plan(replace(settings, dtype="bfloat16")).models[0].run.dtype == "bfloat16"
+    argv = ("--model", str(folder), "--data-dir", str(data), "--calibration", "embedded", "--gpus-per-trial", "0")
+    out = plan_text(*argv, "--search-space", "smoke", "--limit", "5", "--tasks", "piqa")
+    assert f"weights are stored in bfloat16; this CPU multiplies matrices {speed:.1f} times" in out
 
 
 @pytest.mark.slow
@@ -225,7 +191,6 @@ SHAPES = {
         "aligned: MLP widths in multiples of 64, at least one KV group",
     ),
     "number for the space": ("aligned", ("--align", "8"), "aligned-8", "aligned: MLP widths in multiples of 8, "),
-    "flag and space agree": ("uniform", ("--shape", "uniform"), "uniform", "uniform: "),
     "free": ("", (), "free", ""),
 }
 
@@ -241,16 +206,6 @@ def test_plan_of_a_shape(
     assert f"experiment   ray_results/{name}\n" in out
     rows = [line for line in out.splitlines() if line.startswith("shape ")]
     assert [row.startswith(f"shape        {says}") for row in rows] == [True] * (shape != "free")
-
-
-def test_what_is_removable_depends_on_the_shape(plan_text: Callable[..., str]) -> None:
-    """Of tiny-llama, 5 layers of 4 KV groups of 3,072 and 64 channels of 192 each."""
-    removable = []
-    for flags in ((), ("--shape", "aligned", "--align", "16"), ("--shape", "aligned"), ("--shape", "uniform")):
-        row = next(line for line in plan_text(*TINY, *flags).splitlines() if line.startswith("tiny-llama "))
-        removable.append(int(row.split()[3].replace(",", "")))
-    groups = 5 * 3 * 3072
-    assert removable == [19 * 3072 + 5 * 64 * 192, groups + 5 * 48 * 192, groups, groups + 5 * 63 * 192]
 
 
 @pytest.mark.slow
@@ -281,39 +236,27 @@ def test_plan_of_several_ratios_and_shapes(plan_text: Callable[..., str]) -> Non
     assert "5 of 6 configurations a model and pruning ratio, 10 trials" in out
 
 
-def test_shapes_that_are_the_same_for_a_model(refusal: Callable[..., str]) -> None:
-    text = (search_space.folder() / "smoke.yaml").read_text()
-    Path("mine.yaml").write_text(f"{text}\nshape: [aligned, aligned-64]\n")
-    sentence = refusal("--model", "tiny-llama", "--search-space", "mine.yaml")
-    assert "shape lists aligned, aligned-64, of which two are the same here" in sentence
-
-
-def test_a_method_is_asked_about_the_shape_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def uniform_alone(name: str) -> Method:
-        return replace(load_method(name), shapes=("uniform",))
-
-    monkeypatch.setattr(preflight, "load_method", uniform_alone)
-    make_plan(SearchSettings(("tiny-llama",), "smoke", limit=5, shape="uniform"))
-    with pytest.raises(UserError, match="use shape uniform, or another method"):
-        make_plan(SearchSettings(("tiny-llama",), "smoke", limit=5))
-
-
-@pytest.mark.parametrize("shape", ["free", "aligned-16", "uniform", "uniform-8"])
-def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the analysis prints to run a configuration again is the same trial, of a large model too."""
-    if shape == "free":
-        monkeypatch.setattr(shapes, "LARGE_PARAMS", 1)
-    kind, _, number = shape.partition("-")
-    settings = SearchSettings(("tiny-llama",), "smoke", shape=kind, align=int(number) if number else None, limit=5)
-    (model,) = make_plan(settings).models
-    spec = model.trials[-1]
-    rows = frame([TrialRecord(spec.key, "tiny-llama", spec.config, "complete")], tmp_path)
-    text = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
+def rerun(model: ModelPlan, spec: TrialSpec, folder: Path, *draws: int) -> Plan:
+    """The plan of what the analysis prints to run the configuration of a trial again, or all of its draws."""
+    rows = frame([TrialRecord(spec.key, "tiny-llama", spec.config, "complete")], folder)
+    text = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], draws)
     assert text is not None
     space, again = text.splitlines()
     subprocess.run(["bash", "-c", space], check=True)
-    args = search.parser().parse_args(shlex.split(again)[2:])
-    assert make_plan(settings_from(vars(args))).trials == (spec,)
+    return make_plan(settings_from(vars(search.parser().parse_args(shlex.split(again)[2:]))))
+
+
+@pytest.mark.parametrize("shape", ["free", "uniform-8"])
+def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model's shape, which nobody named, is searched again, too."""
+    if shape == "free":
+        monkeypatch.setattr(shapes, "LARGE_PARAMS", 1)
+    kind, _, number = shape.partition("-")
+    settings = SearchSettings(
+        ("tiny-llama",), "smoke", shape=kind, align=int(number) if number else None, tasks=("piqa",)
+    )
+    (model,) = make_plan(settings).models
+    assert rerun(model, model.trials[-1], tmp_path).trials == (model.trials[-1],)
 
 
 def test_large_models_are_aligned_where_no_shape_is_named(
@@ -324,97 +267,110 @@ def test_large_models_are_aligned_where_no_shape_is_named(
     models, names = [], ("tiny-llama", "tiny-qwen2")
     for name in names:
         models += ["--model", name]
-    small, large = make_plan(SearchSettings(names, "smoke", limit=5)).models
+    small, large = make_plan(SearchSettings(names, "smoke", tasks=("piqa",), limit=5)).models
     assert (small.shapes, large.shapes) == (("free",), ("aligned-8",))
-    given = make_plan(SearchSettings(("tiny-qwen2",), "smoke", limit=5, shape="aligned", align=8)).models[0]
+    given = make_plan(
+        SearchSettings(("tiny-qwen2",), "smoke", tasks=("piqa",), limit=5, shape="aligned", align=8)
+    ).models[0]
     assert given.trials == large.trials
-    out = plan_text(*models, "--search-space", "smoke", "--limit", "5")
+    out = plan_text(*models, "--search-space", "smoke", "--limit", "5", "--tasks", "piqa")
     assert "free: each layer has its own widths (tiny-llama); on a GPU it took 2.2 times" in out
     assert "aligned: MLP widths in multiples of 8, at least one KV group in every layer (tiny-qwen2)" in out
-    assert make_plan(SearchSettings(names, "smoke", limit=5, shape="free")).models[1].shapes == ("free",)
-    uniform = make_plan(SearchSettings(names, "smoke", limit=5, shape="uniform")).models
+    assert make_plan(SearchSettings(names, "smoke", tasks=("piqa",), limit=5, shape="free")).models[1].shapes == (
+        "free",
+    )
+    uniform = make_plan(SearchSettings(names, "smoke", tasks=("piqa",), limit=5, shape="uniform")).models
     assert [model.shapes for model in uniform] == [("uniform",), ("uniform-8",)]
-    assert make_plan(SearchSettings(names, "smoke", limit=5, align=4)).models[0].shapes == ("aligned-4",)
-
-
-@pytest.mark.slow
-def test_models_of_different_size_get_different_numbers(
-    monkeypatch: pytest.MonkeyPatch, plan_text: Callable[..., str]
-) -> None:
-    monkeypatch.setattr(shapes, "LARGE_PARAMS", 160_000)  # between tiny-llama and tiny-mistral
-    monkeypatch.setattr(shapes, "LARGE_ALIGN", 8)
-    monkeypatch.setattr(shapes, "SMALL_ALIGN", 16)
-    models = ("--model", "tiny-llama", "--model", "tiny-qwen2")
-    out = plan_text(*models, "--search-space", "smoke", "--shape", "aligned")
-    assert "shape        aligned: MLP widths in multiples of 16 (tiny-llama); 8 (tiny-qwen2), at least" in out
-    assert "ray_results/tiny-llama+tiny-qwen2-20-smoke-aligned\n" in out
-    out = plan_text(*models, "--search-space", "smoke", "--shape", "aligned", "--align", "4")
-    assert "multiples of 4, at least" in out and "-smoke-aligned-4\n" in out
-
-
-@pytest.mark.parametrize(
-    ("trial_gib", "slots", "says"),
-    [
-        (30, 2, r"needs about 30\.0 GiB.*has 24\.0 GiB"),
-        (22, 1, r"needs about 22\.0 GiB of memory and 21\.0 GiB of 24\.0 GiB are free"),
-        (10, 4, r"4 trials at once.*21\.0 GiB of 24\.0 GiB are free; let at most 2 run at once"),
-        (10, 2, None),
-    ],
-)
-def test_trials_that_do_not_fit_into_memory_are_refused(trial_gib, slots, says):
-    refused = pytest.raises(UserError, match=says) if says else contextlib.nullcontext()
-    with refused:
-        check_memory(trial_gib * 2**30, slots, Memory(24 * 2**30, 21 * 2**30), 4)
+    assert make_plan(SearchSettings(names, "smoke", tasks=("piqa",), limit=5, align=4)).models[0].shapes == (
+        "aligned-4",
+    )
 
 
 def test_draws_and_texts_are_the_trials_of_runs_with_those(
     tmp_path: Path, refusal: Callable[..., str], plan_text: Callable[..., str]
 ) -> None:
-    """By their keys, whichever says them; what is the run's has no name of its own; and each is run again by its command."""
+    """Keys are equal whether the space or the run says draw and text; each trial is run again by its printed command."""
     other, space = tmp_path / "other.txt", tmp_path / "space.yaml"
     other.write_text(embedded.calibration_text()[:20_000])
     lines = ["search: grid", "method: [taylor, magnitude]", "seq_len: 16", "num_samples: 8", "seeds: [0, 2]"]
-    space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
-    settings = SearchSettings(("tiny-llama",), str(space), gpus_per_trial=0, storage_path=str(tmp_path / "kept"))
-    plan = make_plan(settings)
-    (model,) = plan.models
-    models = (experiment.write(plan.held, plan, []).about or {})["models"]
-    assert study_of_search(plan.experiment_dir, {"models": models}, {}, []).models["tiny-llama"].seedless == (
-        "magnitude",
-    )
+    whole = "\n".join([*lines, f"calibration: [embedded, embedded+{other}]"])
+    space.write_text(whole)
+    kept = {"gpus_per_trial": 0, "storage_path": str(tmp_path / "kept"), "tasks": ("piqa",)}
+    settings = SearchSettings(("tiny-llama",), str(space), **kept)
+    (model,) = make_plan(settings).models
     names = ["taylor-s16-n8", "magnitude-s16-n8", "taylor-s16-n8-cembedded+other"]
     names += ["taylor-s16-n8-r2", "taylor-s16-n8-r2-cembedded+other"]
-    keys = {spec.config.name: spec.key for spec in model.trials}
-    assert sorted(keys) == sorted(names)
+    trials = {spec.config.name: spec for spec in model.trials}
+    assert sorted(trials) == sorted(names)
     space.write_text("\n".join(lines[:4]))
-    alone = replace(settings, calibration=f"embedded+{other}", pruning_ratio=0.2)
-    (mixed,) = make_plan(alone).models
-    assert mixed.run.calibration == f"embedded+{other}"
-    assert {spec.config.name: spec.key for spec in mixed.trials}["taylor-s16-n8"] == keys[
-        "taylor-s16-n8-cembedded+other"
-    ]
-    spec = next(spec for spec in model.trials if spec.config.name == names[-1])
-    rows = frame([TrialRecord(spec.key, "tiny-llama", spec.config, "complete")], tmp_path)
-    again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
-    assert again is not None
-    subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
-    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
-    assert [one.key for one in make_plan(settings_from(vars(args))).trials] == [spec.key]
-    config = next(config for config in model.configs if config.name == names[0])  # the mean of its draws
-    rows = frame([TrialRecord(key=keys[names[0]], model="tiny-llama", config=config, status="complete")], tmp_path)
-    again = export.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0], [0, 2])
-    assert again is not None
-    subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
-    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[2:])
-    both = {keys["taylor-s16-n8"], keys["taylor-s16-n8-r2"]}
-    assert {one.key for one in make_plan(settings_from(vars(args))).trials} == both
-    space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
-    out = plan_text("--model", "tiny-llama", "--search-space", space)
+    (mixed,) = make_plan(replace(settings, calibration=f"embedded+{other}", pruning_ratio=0.2)).models
+    keys = {spec.config.name: spec.key for spec in mixed.trials}
+    assert keys["taylor-s16-n8"] == trials["taylor-s16-n8-cembedded+other"].key
+    assert [one.key for one in rerun(model, trials[names[-1]], tmp_path).trials] == [trials[names[-1]].key]
+    both = {trials["taylor-s16-n8"].key, trials["taylor-s16-n8-r2"].key}
+    assert {one.key for one in rerun(model, trials[names[0]], tmp_path, 0, 2).trials} == both
+    space.write_text(whole)
+    out = plan_text("--model", "tiny-llama", "--search-space", space, "--tasks", "piqa")
     assert "4 runs of the sample text for each of: gradient (one per seq_len, seed, calibration)" in out
     assert "2 texts, each with seeds 0, 2: as many runs" in out and "(equal parts of 2 texts, in turn)" in out
     sentence = refusal("--model", "tiny-llama", "--search-space", space, "--calibration", "c4")
     assert "--calibration is c4, but " in sentence and "list it there, too" in sentence
-    assert "--seeds is 0, 1, but" in refusal("--model", "tiny-llama", "--search-space", space, "--seeds", "0,1")
     other.write_text(embedded.calibration_text())
     space.write_text("\n".join([*lines, f"calibration: [embedded, {other}]"]))
     assert "of which two have the same content" in refusal("--model", "tiny-llama", "--search-space", space)
+
+
+# --- ten lines
+
+
+def rows_of(out: str) -> dict[str, str]:
+    """name -> what it says, of a plan whose rows are lines."""
+    rows = [(line[:12].strip(), line[13:]) for line in out.partition("\n\ndry run")[0].splitlines()]
+    assert all(name for name, _ in rows), out
+    return dict(rows)
+
+
+def test_ten_lines_answer_what_is_asked_first(plan_text: Callable[..., str]) -> None:
+    rows = rows_of(plan_text(*TINY, "--gpus-per-trial", "0", "--inline", verbose=False))
+    assert list(rows) == ["plan", "time", "memory", "model", "sample text", "tests", "results", "details"]
+    (model,) = make_plan(SearchSettings(("tiny-llama",), "smoke", gpus_per_trial=0, inline=True)).models
+    count, total = len(model.trials), model.geometry.total_params
+    assert rows["plan"] == f"tiny-llama: {count} ways to prune it by 20%, each tested; one after the other"
+    assert re.fullmatch(rf"{SECONDS} to {SECONDS}; by the speed measured here", rows["time"])
+    assert re.fullmatch(r"\d+ MiB a trial: fits \(\S+ [MGT]iB are free\)", rows["memory"])
+    assert rows["model"] == f"{total:,} parameters, {int(0.2 * total):,} of them to go"
+    assert rows["tests"] == "perplexity on the embedded text; 7 toy benchmarks, all questions"
+    assert rows["results"] == "ray_results/tiny-llama-20-smoke" and rows["details"].startswith("--verbose ")
+
+
+def test_one_count_stands_everywhere(plan_text: Callable[..., str]) -> None:
+    """12 ways of each of two models, and the training of two more of each: neither 24 nor 14."""
+    argv = ("--model", "tiny-llama", "--model", "tiny-qwen2", "--search-space", "recommended", "--tasks", "piqa")
+    out = plan_text(*argv, "--recover", "2", verbose=False)
+    says = "2 models: 12 ways to prune each by 20%, each tested; then the 2 most promising of each model get a short training"
+    assert f"plan         {says}; at most 28 trials; " in out
+    whole = plan_text(*argv, "--recover", "2")
+    assert " = 12 configurations a model, at most 28 trials " in whole and "up to 2 of each model get" in whole
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "says"),
+    [
+        ("seeds: [0, 1]", (), "2 ways to prune it by 20%, each tested 2 times, with other sample text; 4 trials; "),
+        ("", ("--draws", "3"), "each tested once; those that could be the best up to 3 times, "),
+        ("pruning_ratio: [0.1, 0.3]", (), "2 ways to prune it by 10% and 30%, each tested; 4 trials; "),
+        ("", ("--search", "optuna", "--num-trials", "1"), "optuna tries 1 of 2 ways to prune it by 20%, each tested; "),
+    ],
+)
+def test_what_is_tested_how_often(lines: str, flags: tuple[str, ...], says: str, plan_text: Callable[..., str]) -> None:
+    Path("mine.yaml").write_text(f"search: grid\nmethod: [taylor, random]\nseq_len: 16\nnum_samples: 8\n{lines}\n")
+    out = plan_text("--model", "tiny-llama", "--search-space", "mine.yaml", "--tasks", "piqa", *flags, verbose=False)
+    assert says in rows_of(out)["plan"]
+
+
+@pytest.mark.parametrize("flag", [(), ("--verbose",)])
+def test_no_line_is_wider_than_a_screen(flag: tuple[str, ...], printed: Callable[..., str], tmp_path: Path) -> None:
+    folder, data = model_folder(tmp_path / "a-model-with-a-name-that-is-rather-long"), data_folder(tmp_path / "data")
+    argv = ("--model", folder, "--data-dir", data, "--search-space", "extended", "--shape", "aligned", "--dry-run")
+    out = printed(search.main, *argv, "--calibration", "embedded", *flag)
+    assert max(map(len, out.splitlines())) <= plan_page.WIDTH, out

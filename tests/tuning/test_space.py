@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,17 +68,6 @@ def test_paper_grid_is_the_published_one() -> None:
     assert configs == {
         (m, s, n) for m in ("taylor", "layerwise", "blockwise") for s in (16, 32, 64, 128, 256) for n in (128, 256, 512)
     }
-
-
-def test_configs_share_seq_len_between_neighbours(tmp_path: Path) -> None:
-    text = with_value(removal_divisor="3", pruning_ratio="0.3")
-    space = search_space.load(yaml_file(tmp_path, text))
-    assert space.configs() == tuple(
-        PruningConfig(method, seq_len, samples, 0.3, 3)
-        for seq_len in (64, 16)
-        for samples in (4, 8)
-        for method in ("taylor", "blockwise")
-    )
 
 
 def test_comments_block_lists_and_byte_order_mark(tmp_path: Path) -> None:
@@ -169,15 +157,6 @@ def test_a_grid_over_ratios_divisors_and_shapes(tmp_path: Path) -> None:
     assert space.size == len(expected) / 2
 
 
-def test_what_a_method_does_not_read_makes_no_configuration(tmp_path: Path) -> None:
-    space = search_space.load(yaml_file(tmp_path, with_value(removal_divisor="[3, 5]")))
-    nothing: dict[str, frozenset[str]] = {"taylor": frozenset(), "blockwise": frozenset({"seq_len", "removal_divisor"})}
-    assert replace(space, reads=nothing).configs() == (
-        PruningConfig("taylor", 64, 4, removal_divisor=3),
-        *(PruningConfig("blockwise", s, 4, removal_divisor=d) for s, d in ((64, 3), (64, 5), (16, 3), (16, 5))),
-    )
-
-
 def test_draws_make_configurations_of_the_methods_that_draw(tmp_path: Path) -> None:
     text = with_value(method="[taylor, random, magnitude]", seq_len=16, num_samples=4, seeds="[0, 2, 1]")
     found = search_space.load(yaml_file(tmp_path, text)).configs()
@@ -225,27 +204,17 @@ BAD = [
     ("seq_len", "[131073]", "seq_len is 131073; it must be"),
     ("seq_len", "['64']", "seq_len is the text '64'; it must be a whole number"),
     ("seq_len", "[64.0]", "seq_len is 64.0; it must be a whole number"),
-    ("seq_len", "[0x40]", "seq_len is 0x40; it must be"),
     ("seq_len", "[0100]", "seq_len is 0100; it must be"),
     ("seq_len", "[1:30]", "seq_len is 1:30; it must be"),
-    ("seq_len", "[[64]]", "seq_len is a list; it must be a whole number"),
     ("pruning_ratio", "[0.2, 0.2000001]", "pruning_ratio lists 0.2000001 beside one that has the same six digits"),
     ("pruning_ratio", "[0.1, 1e-1]", "pruning_ratio lists 0.1 twice"),
-    ("pruning_ratio", "0", f"pruning_ratio is 0; {RATIO}"),
     ("pruning_ratio", "1.0", f"pruning_ratio is 1.0; {RATIO}"),
     ("pruning_ratio", ".nan", f"pruning_ratio is .nan; {RATIO}"),
-    ("pruning_ratio", "nan", f"pruning_ratio is the text 'nan'; {RATIO}"),
-    ("pruning_ratio", "0.1_5", f"pruning_ratio is 0.1_5; {RATIO}"),
-    ("layer_cap", "0.1_5", "layer_cap is 0.1_5; it must be a number above 0, at most 1"),
-    ("shape", "square", "shape is the text 'square'; it must be free, aligned or uniform"),
     ("shape", "aligned-0", "shape is the text 'aligned-0'; it must be free, "),
-    ("seeds", "[1, 2, 1]", "seed lists 1 twice; keep one"),
     ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'seq_len'?"),
-    ("[a, b]", "3", "unknown key '[...]'; known: calibration, compensation"),
     ("<<", "{search: grid}", "unknown key '<<'; known: calibration, compensation"),
     ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
     ("damping", "0.3", "damping is read by no trial; add `compensation: least_squares`, or remove it"),
-    ("recovery_steps", "50", "recovery_steps is read by no trial; add `recovery: lora`, or remove it"),
 ]
 
 
@@ -270,11 +239,6 @@ def test_problems_of_num_trials(tmp_path: Path, values: dict[str, str], line: st
     assert number == LINES[line] and problem.startswith(expected)
 
 
-def test_bounds_are_included(tmp_path: Path) -> None:
-    text = with_value(seq_len="[2, 131072]", num_samples="[1, 1000000]", search="optuna", num_trials="8")
-    assert search_space.load(yaml_file(tmp_path, text)).size == 8
-
-
 def test_more_combinations_than_can_be_planned(tmp_path: Path) -> None:
     """At once: nobody waits for billions of them."""
     lists = {"seq_len": 100, "num_samples": 1000, "removal_divisor": 900}
@@ -287,19 +251,10 @@ def test_more_combinations_than_can_be_planned(tmp_path: Path) -> None:
     )
 
 
-def test_of_many_problems_the_first_are_told(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, with_value(seq_len=f"[{', '.join(['1'] * 500)}]"))
-    with pytest.raises(UserError) as caught:
-        search_space.load(path)
-    first, *lines = str(caught.value).splitlines()
-    assert first.endswith("has 500 problems:") and len(lines) == 21 and lines[-1] == "and 480 more"
-
-
-@pytest.mark.parametrize("missing", GOOD)
-def test_missing_key(tmp_path: Path, missing: str) -> None:
-    text = "".join(f"{name}: {value}\n" for name, value in GOOD.items() if name != missing)
+def test_missing_key(tmp_path: Path) -> None:
+    text = "".join(f"{name}: {value}\n" for name, value in GOOD.items() if name != "seq_len")
     [(_, problem)] = problems(tmp_path, text)
-    assert problem.startswith(f"key {missing!r} is missing; add it, e.g. `{missing}: ")
+    assert problem.startswith("key 'seq_len' is missing; add it, e.g. `seq_len: ")
 
 
 def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
@@ -311,15 +266,10 @@ def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
     ("text", "line", "expected"),
     [
         ("search: grid\nmethod: [taylor\n", 3, "column 1: not valid YAML"),
-        ("search: grid\n\tmethod: 1\n", 2, "column 1: not valid YAML"),
         ("search: *nowhere\n", 1, "column 9: not valid YAML"),
-        ("a: 1\n---\nb: 2\n", 2, "column 1: not valid YAML"),
-        ("search: \x07\n", 1, "not valid YAML"),
         ("[" * 5000, 1, "not valid YAML"),
-        ("", 1, "the file is empty"),
         ("# nothing\n", 1, "the file is empty"),
         ("- search\n", 1, "the file is not a mapping"),
-        ("grid\n", 1, "the file is not a mapping"),
     ],
 )
 def test_no_mapping_at_all(tmp_path: Path, text: str, line: int, expected: str) -> None:
@@ -344,26 +294,12 @@ colour: blue
     assert "is yes" in found[4][1]
 
 
-@pytest.mark.parametrize("name", ["papergrid", "no/such/paper_gird.yaml", "paper_gird.yml"])
-def test_missing_file_suggests_a_name(name: str) -> None:
-    with pytest.raises(UserError, match="did you mean 'paper_grid'") as caught:
-        search_space.load(name)
-    assert repr(name) in str(caught.value)
+def test_a_missing_file_suggests_a_name_and_what_is_no_file_of_text_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'no/such/paper_gird.yaml'.*did you mean 'paper_grid'") as caught:
+        search_space.load("no/such/paper_gird.yaml")
     assert "\n" not in str(caught.value)
-
-
-def test_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"space\.yaml cannot be read"):
         search_space.load(str(tmp_path / "space.yaml"))
-
-
-def test_a_folder_is_no_search_space(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"search space '{tmp_path}' is a folder; name a file in it"):
         search_space.load(str(tmp_path))
-
-
-def test_a_search_space_is_found_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    yaml_file(tmp_path, "".join(f"{name}: {value}\n" for name, value in GOOD.items()))
-    assert search_space.load("~/space.yaml").size == 8

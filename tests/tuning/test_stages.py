@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import json
 import math
 import os
 import pickle
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from pprint import pformat
 
 import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context
 from tune_prune.core.config import Samples
-from tune_prune.core.errors import Infeasible, MachineError, NotFinite, UserError
-from tune_prune.core.files import to_json
+from tune_prune.core.errors import Infeasible, MachineError, UserError
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
-from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
@@ -45,7 +41,7 @@ def context(tmp_path_factory) -> TrialContext:
 
 @pytest.fixture
 def settings(context, tmp_path, monkeypatch) -> WorkerSettings:
-    """Of workers that share the loaded model of `context`, and have computed nothing yet."""
+    """Settings of workers that share the loaded model of `context` and have computed nothing yet."""
 
     def open_here(run, artifact_dir, device, residency, fallback):
         assert residency == RESIDENT
@@ -95,61 +91,10 @@ def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings):
     assert settings.store.within(f"{TRIALS}/{key}").get("pruning_plan.json") is not None
 
 
-def test_a_trial_as_far_as_it_has_come_is_in_its_last_message(context, settings):
-    made = worker(settings, context.key(CONFIG))
-    message = [made.step() for _ in range(5)][-1]
-    record = message.record
-    assert (record.key, record.model, record.status) == (context.key(CONFIG), RUN.label, "running")
-    assert record.search_id == settings.search_id and record.resources == settings.resources.to_ray()
-    assert [stage.stage for stage in record.stages] == ["importance", "pruning", "kl", "perplexity", "zero_shot"]
-    assert record.host and record.started_at and record.peak_memory_bytes and record.elapsed_time_s > 0
-    read = TrialRecord.read(json.loads(to_json(record.to_dict())))
-    assert pformat(read) == pformat(record)  # NaN being equal to NaN
-
-
-def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_model(context, settings, monkeypatch):
-    """The probe asks whether the choices of an item may share their prefix; it runs the model."""
-    asked = []
-
-    def out_of_memory(model: object, residency: object) -> None:
-        asked.append(model)
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(prefix_trees, "unsupported_reason", out_of_memory)
-    key = context.key(CONFIG)
-    made = worker(settings, key)
-    for stage in ("importance", "pruning", "kl", "perplexity"):
-        assert made.step().stage.stage == stage
-    record = made.step().record
-    assert len({id(model) for model in asked}) == 2 and record == settings.ledger.read(key)
-    asked.clear()
-    assert record.status == "failed" and record.reason.startswith("zero_shot of tiny-llama does not fit into memory")
-    assert [stage.stage for stage in record.stages] == ["importance", "pruning", "kl", "perplexity"]
-    assert len(record.notes) == 1 and record.metrics["ppl"] > 1
-    assert record.failure == "out_of_memory"
-    assert not asked  # the record needs no model
-
-
-def test_notes_of_the_measurement_are_in_the_record_of_a_cached_trial_too(context, settings, monkeypatch):
-    monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model, residency: "it takes no masks")
-    key = context.key(CONFIG)
-    another = replace(settings, experiment_dir=settings.experiment_dir.with_name("another"))  # with the same cache
-    first, again = (messages(worker(of, key))[-1].record for of in (settings, another))
-    assert first.notes == again.notes == ["answers are scored one by one, which takes longer: it takes no masks"]
-    assert sum(stage.tokens for stage in again.stages) == 0
-
-
-def test_other_files_on_this_node_are_a_failure(settings):
-    (wrong,) = messages(worker(settings, "0" * 16))
-    assert wrong.record.status == "failed" and "differ on" in wrong.record.reason
-    assert wrong.record.failure == "user_error" and wrong.record.started_at and wrong.record.host
-
-
 @pytest.mark.parametrize(
     ("error", "failure", "reason"),
     [
         (Infeasible("too much"), "infeasible", "too much"),
-        (NotFinite("3 scores are not finite"), "not_finite", "3 scores"),
         (UserError("no such text"), "user_error", "no such text"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory", "OutOfMemoryError: CUDA"),
         (ZeroDivisionError("by zero"), "error", "ZeroDivisionError: by zero"),
@@ -171,7 +116,7 @@ def test_the_class_of_a_failure_is_in_the_record(context, settings, monkeypatch,
 
 
 def test_a_worker_that_died_or_hung_is_recorded_by_the_driver(context, settings):
-    """What a worker has left of this search counts, unless it hung; what an earlier start has left does not, also where a metric of
+    """A worker's own record of this search counts, unless it hung; one of an earlier start does not, even where a metric of
     it is NaN, which does not equal itself once it has travelled to a worker."""
     spec = TrialSpec(RUN, CONFIG, context.key(CONFIG))
     unmeasured = StageReport("perplexity", 1.0, {"ppl": math.nan})
