@@ -1,4 +1,4 @@
-"""What the benchmarks share: models to measure, real data, medians, aligned tables, JSON and what the machine is.
+"""Tools of the benchmarks: models to measure, real data, medians, JSON and what the machine is.
 
 A benchmark measures both sides in one run and reports ratios: seconds of different runs do not compare on a machine that
 others use too. A model is named by `--model`: an embedded one, `stories260K`, `smollm2`, a folder, or a size of `SIZES`, a Llama of
@@ -11,22 +11,24 @@ import argparse
 import os
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from script_tools import COUNT, FROM_ZERO, script_parser
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from tune_prune import __version__, embedded
-from tune_prune.commands.flags import output_file
+from tune_prune.commands.flags import task_names
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun
-from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.machine import cpus
 from tune_prune.data import calibration
@@ -45,9 +47,7 @@ SIZES = {
     "35M": (576, 10, 9, 3, 1536, GPT2_VOCAB),
     "50M": (640, 10, 10, 5, 1920, GPT2_VOCAB),
 }
-COUNT, FROM_ZERO = whole_number(1, 10**9), whole_number(0, 10**9)  # types of flags
 END = "<|endoftext|>"
-HELLASWAG_ROWS = 10_042  # of its validation split, of which the files at hand hold a part
 
 
 def data_dir() -> Path:
@@ -58,27 +58,17 @@ def data_dir() -> Path:
     return folder.resolve()
 
 
-def random_model(
-    folder: Path,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab_size: int | None = None,
-    tokenizer_dir: Path | None = None,
-    seed: int = 0,
-) -> Path:
-    """A Llama of random weights (float32, tied embeddings, 2048 positions) in `folder`, which is made if need be, with the
-    byte-level BPE of `tokenizer_dir` (vocab.json and merges.txt; None: GPT-2's of `data_dir`), or with as many of its first
-    merges as make `vocab_size` tokens."""
-    tokenizer_dir = tokenizer_dir or data_dir() / "models" / "gpt2-tokenizer"
-    vocab, merges = BPE.read_file(str(tokenizer_dir / "vocab.json"), str(tokenizer_dir / "merges.txt"))
-    left_out = len(vocab) - (vocab_size or len(vocab))
-    if left_out:  # the last merges and the tokens that they make; the end token stays the last
+def random_model(folder: Path, size: str) -> None:
+    """Write a Llama of random weights (float32, tied embeddings, 2048 positions) of a size of `SIZES` to `folder`, with GPT-2's
+    byte-level BPE or with as many of its first merges as make the size's tokens."""
+    hidden, layers, heads, kv_heads, intermediate, vocab_size = SIZES[size]
+    files = data_dir() / "models" / "gpt2-tokenizer"
+    vocab, merges = BPE.read_file(str(files / "vocab.json"), str(files / "merges.txt"))
+    # The last merges go, and the tokens that they make; the end token stays the last.
+    if left_out := len(vocab) - vocab_size:
         merges = merges[:-left_out]
-        kept = sorted(vocab, key=vocab.__getitem__)[: -left_out - 1]
-        vocab = {token: index for index, token in enumerate([*kept, END])}
+        tokens = sorted(vocab, key=vocab.__getitem__)[: -left_out - 1]
+        vocab = {token: index for index, token in enumerate([*tokens, END])}
     bpe = Tokenizer(BPE(vocab, merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -97,10 +87,9 @@ def random_model(
     )
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 @dataclass(frozen=True)
@@ -127,28 +116,29 @@ class Subject:
         )
 
 
-def subject(name: str, work: Path, limit: int = 0) -> Subject:
+def subject(name: str, work: Path, limit: int = 0, dtype: str = "float32") -> Subject:
     """The model of that name; one of random weights is made in `work`. Raises UserError for an unknown name.
 
     With a `limit` of items per task the perplexity text of the real data is cut to the same share, so that the parts of a
     trial keep their weights.
     """
     if name in embedded.MODEL_NAMES:
-        return Subject(name, name, None)
-    if "/" in name and (Path(name) / "config.json").is_file():
-        return Subject(Path(name).name, name, str(_cut_data(work / f"data-{limit}", limit) if limit else data_dir()))
-    if name not in ("stories260K", "smollm2", *SIZES):
+        return Subject(name, name, None, dtype)
+    local = "/" in name and (Path(name) / "config.json").is_file()
+    if not local and name not in ("stories260K", "smollm2", *SIZES):
         known = ", ".join([*embedded.MODEL_NAMES, "stories260K", "smollm2", *SIZES])
         raise UserError(f"--model {name!r} is no model of the benchmarks; known: {known}, or a folder: DIR/MODEL")
-    data = _cut_data(work / f"data-{limit}", limit) if limit else data_dir()
+    data = str(_cut_data(work / f"data-{limit}", limit) if limit else data_dir())
+    if local:
+        return Subject(Path(name).name, name, data, dtype)
     if name == "smollm2":
-        return Subject(name, catalog.resolve(name).name, str(data))
+        return Subject(name, catalog.resolve(name).name, data, dtype)
     if name == "stories260K":
-        return Subject(name, str(data_dir() / "models" / name), str(data))
+        return Subject(name, str(data_dir() / "models" / name), data, dtype)
     folder = work / f"random-{name}"
     if not folder.exists():
-        random_model(folder, *SIZES[name])
-    return Subject(f"random-{name}", str(folder), str(data))
+        random_model(folder, name)
+    return Subject(folder.name, str(folder), data, dtype)
 
 
 def _cut_data(folder: Path, limit: int) -> Path:
@@ -180,40 +170,47 @@ def sizes_of(run: ModelRun) -> dict[str, int]:
     }
 
 
-def benchmark_parser(
-    doc: str | None, models: Sequence[str], repeats: int = 3, threads: bool = True
-) -> argparse.ArgumentParser:
-    """With the flags that benchmarks share; `models` and `repeats` are defaults, `threads` asks for --threads."""
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def benchmark_parser(doc: str | None, models: Sequence[str], repeats: int, limit: int) -> argparse.ArgumentParser:
+    """Make a parser of the flags that benchmarks share; `models`, `repeats` and `limit` are defaults."""
+    p = script_parser(doc, "write the numbers as JSON, too")
     p.add_argument(
-        "--model",
-        type=lambda text: tuple(text.split(",")),
-        default=tuple(models),
-        metavar="A,B",
+        "--model", type=lambda text: tuple(text.split(",")), default=tuple(models), metavar="A,B",
         help="embedded models, stories260K, smollm2, DIR/MODEL, or random weights: "
         f"{', '.join(SIZES)} (default: {','.join(models)})",
-    )
+    )  # fmt: skip
     p.add_argument(
-        "--repeats",
-        type=COUNT,
-        default=repeats,
-        metavar="N",
+        "--repeats", type=COUNT, default=repeats, metavar="N",
         help="of each measurement, whose median counts (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--limit", type=FROM_ZERO, default=limit, metavar="N", help="items per task, 0: all (default: %(default)s)"
     )
-    if threads:
-        p.add_argument("--threads", type=COUNT, default=cpus(), metavar="N", help="of torch (default: %(default)s)")
-    p.add_argument("--output", type=output_file, metavar="FILE", help="write the numbers as JSON, too")
+    p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
     return p
 
 
-def add_dtype(p: argparse.ArgumentParser) -> None:
-    """--dtype, of weights and activations on both sides."""
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+def measure_models(
+    benchmark: str,
+    args: argparse.Namespace,
+    measure: Callable[[Subject, argparse.Namespace, Path], dict[str, Any]],
+    report: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """Measure every model that is asked for, print its report, and write all numbers to --output; these."""
+    results = []
+    with tempfile.TemporaryDirectory() as work:
+        for name in args.model:
+            results.append(measure(subject(name, Path(work), args.limit, args.dtype), args, Path(work)))
+            print(report(results[-1]), end="\n\n", flush=True)
+    asked = {"benchmark": benchmark, "dtype": args.dtype, "limit": args.limit, "repeats": args.repeats}
+    values = {**asked, "models": results}
+    write_json(args.output, values)
+    return values
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """A type of a flag, for argparse: counts with commas between them."""
-    return tuple(map(COUNT, text.split(",")))
+def title(result: dict[str, Any]) -> str:
+    layers, params = result["layer_params"] / 1e6, result["params"] / 1e6
+    return f"{result['model']}: {layers:.2f}M parameters in layers, {params:.2f}M in all"
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -235,25 +232,6 @@ def median_times(calls: dict[str, Callable[[], Any]], repeats: int) -> tuple[dic
     return {name: statistics.median(values) for name, values in seconds.items()}, results
 
 
-def table(rows: Iterable[Sequence[object]]) -> str:
-    """Rows (the first is the header) in aligned columns: the first column left, numbers right."""
-    texts = [[_shown(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column == 0 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in texts
-    )
-
-
-def _shown(cell: object) -> str:
-    if isinstance(cell, float):
-        return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.2f}" if abs(cell) >= 1 else f"{cell:.3g}"
-    return f"{cell:,}" if isinstance(cell, int) else str(cell)
-
-
 def machine() -> dict[str, Any]:
     """Return what the numbers were measured on."""
     return {
@@ -268,7 +246,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path | None, values: dict[str, Any]) -> None:
-    """`values` and the machine, to `path` if there is one."""
+    """Write `values` and the machine to `path`, if there is one."""
     if path is not None:
         atomic_write_text(path, to_json({"machine": machine(), **values}))
         print(f"\nwritten to {path}")

@@ -7,8 +7,8 @@ Both score the same requests of lm-eval's task definitions, on the CPU with the 
 float32, as the engine does; for every task the batch size of `--batch-sizes` that was fastest on a part of its items. HFLM holds
 all logits of a batch, more than once: 64 of piqa's longest rows at a vocabulary of 50k are more than 24 GB.
 
-tokens    forwarded, on whole files: HFLM's without padding (equal inputs count once, as HFLM does it), and with the padding
-          of the batches that were timed; tune_prune's without padding, choices sharing their prefix or scored one by one
+tokens    forwarded: HFLM's without padding (equal inputs count once, as HFLM does it), and with the padding of the batches that
+          were timed; tune_prune's without padding, choices sharing their prefix or scored one by one
 seconds   HFLM: `loglikelihood`, which tokenises, and the part of it after the tokeniser; tune_prune: a task's items at once,
           and all tasks in the slices of a search. It keeps the tokens and judges the items; HFLM's judgement
           (process_results) is timed by itself.
@@ -19,35 +19,20 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import (
-    FROM_ZERO,
-    HELLASWAG_ROWS,
-    Subject,
-    add_dtype,
-    benchmark_parser,
-    counts,
-    median_times,
-    sizes_of,
-    subject,
-    table,
-    timed,
-    write_json,
-)
+from bench_common import Subject, benchmark_parser, measure_models, median_times, sizes_of, timed, title
 from bench_lm_eval import build_tasks, encoded_inputs, quiet
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
+from script_tools import COUNT, table
 
-from tune_prune.commands.flags import task_names
-from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
+from tune_prune.core.machine import cpus
 from tune_prune.data.sources import task_source
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
@@ -113,17 +98,17 @@ def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
     hflm = Hflm(loaded)
     rows = {}
     for name, task in tasks.items():
-        own = alone[name]
+        ours = alone[name]
         batch_size = hflm.best_batch_size(task, args.batch_sizes)
         calls: dict[str, Callable[[], Any]] = {
-            "ours": lambda own=own: own.score_slice(loaded.model, 0),  # type: ignore[misc]
+            "ours": lambda ours=ours: ours.score_slice(loaded.model, 0),  # type: ignore[misc]
             "hflm": lambda task=task, n=batch_size: hflm.score(task, n),  # type: ignore[misc]
         }
         hflm.behind_tokeniser.clear()
         seconds, results = median_times(calls, args.repeats)
-        judging, judged = timed(lambda task=task, found=results["hflm"]["outcomes"]: _judge(task, found))  # type: ignore[misc]
+        judging, judged = timed(lambda task=task, scored=results["hflm"]["outcomes"]: _judge(task, scored))  # type: ignore[misc]
         rows[name] = {
-            "items": own.num_items,
+            "items": ours.num_items,
             "batch_size": batch_size,
             "seconds": {
                 "ours": seconds["ours"],
@@ -132,8 +117,8 @@ def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
                 "hflm_judging": judging,
             },
             "tokens": {
-                "shared": own.tokens_in_slice(0, share=True),
-                "plain": own.tokens_in_slice(0, share=False),
+                "shared": ours.tokens_in_slice(0, share=True),
+                "plain": ours.tokens_in_slice(0, share=False),
                 "hflm": sum(map(len, encoded_inputs(hflm.lm, task, loaded.max_length))),
                 "hflm_padded": results["hflm"]["padded_tokens"],
             },
@@ -147,14 +132,9 @@ def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
             suite.score_slice(loaded.model, index)
 
     sliced, _ = median_times({"ours": in_slices}, args.repeats)
-    return {
-        "model": subject.name,
-        **sizes_of(run),
-        "tasks": rows,
-        "left_out": left_out,
-        "seconds_in_slices": sliced["ours"],
-        "whole_files": _count_whole_files(subject, args, loaded),
-    }
+    result = {"model": subject.name, **sizes_of(run), "tasks": rows, "left_out": left_out}
+    result["seconds_in_slices"] = sliced["ours"]
+    return result | {"all": totals(result)}
 
 
 def _suites(
@@ -172,27 +152,6 @@ def _suites(
     return suites, left_out
 
 
-def _count_whole_files(subject: Subject, args: Any, loaded: LoadedModel) -> dict[str, Any]:
-    """Tokens of all items of the files by task; of HellaSwag, whose file may be a part, for all of its rows too."""
-    suites, left_out = _suites(subject, args.tasks, args.count_limit or None, loaded)
-    counts: dict[str, Any] = {
-        name: {
-            "items": suite.num_items,
-            "shared": suite.tokens_in_slice(0, share=True),
-            "plain": suite.tokens_in_slice(0, share=False),
-        }
-        for name, suite in suites.items()
-    }
-    whole = {way: sum(count[way] for count in counts.values()) for way in ("shared", "plain")}
-    totals = {"at_hand": whole | {"ratio": whole["plain"] / whole["shared"]}}
-    if "hellaswag" in counts and subject.data and not args.count_limit:
-        part = counts["hellaswag"]
-        more = HELLASWAG_ROWS / part["items"] - 1
-        full = {way: whole[way] + more * part[way] for way in ("shared", "plain")}
-        totals["hellaswag_whole"] = full | {"ratio": full["plain"] / full["shared"]}
-    return {"tasks": counts, "left_out": left_out, **totals}
-
-
 def _judge(task: Task, outcomes: list[tuple[float, bool]]) -> dict[int, dict[str, Any]]:
     """lm-eval's own judgement of every document, and the log-likelihoods it comes from."""
     by_doc: dict[int, list[tuple[float, bool]]] = {}
@@ -201,8 +160,8 @@ def _judge(task: Task, outcomes: list[tuple[float, bool]]) -> dict[int, dict[str
         by_doc.setdefault(instance.doc_id, []).append(outcome)
         docs[instance.doc_id] = instance.doc
     return {
-        doc_id: task.process_results(docs[doc_id], found) | {"loglikelihoods": [value for value, _ in found]}
-        for doc_id, found in by_doc.items()
+        doc_id: task.process_results(docs[doc_id], scored) | {"loglikelihoods": [value for value, _ in scored]}
+        for doc_id, scored in by_doc.items()
     }
 
 
@@ -221,14 +180,17 @@ def _compare(ours: list[Any], theirs: dict[int, dict[str, Any]]) -> dict[str, An
 
 def totals(result: dict[str, Any]) -> dict[str, Any]:
     """Over the tasks: seconds and tokens summed, answers at their worst, and the ratios of HFLM to ours."""
-    tasks = result["tasks"].values()
-    seconds = {name: sum(row["seconds"][name] for row in tasks) for name in next(iter(tasks))["seconds"]}
-    tokens = {name: sum(row["tokens"][name] for row in tasks) for name in next(iter(tasks))["tokens"]}
+    tasks = list(result["tasks"].values())
+
+    def over(part: str, combine: Callable[..., Any]) -> dict[str, Any]:
+        return {name: combine(row[part][name] for row in tasks) for name in tasks[0][part]}
+
+    seconds, tokens = over("seconds", sum), over("tokens", sum)
     return {
         "items": sum(row["items"] for row in tasks),
         "seconds": seconds,
         "tokens": tokens,
-        "answers": {name: max(row["answers"][name] for row in tasks) for name in next(iter(tasks))["answers"]},
+        "answers": over("answers", max),
         "speedup": seconds["hflm"] / seconds["ours"],
         "speedup_forward": seconds["hflm_forward"] / seconds["ours"],
         "speedup_in_slices": seconds["hflm"] / result["seconds_in_slices"],
@@ -241,7 +203,7 @@ def report(result: dict[str, Any]) -> str:
         ("task", "items", "batch", "HFLM s", "after tokeniser", "tune_prune s", "ratio", "HFLM tok", "tune_prune tok", "ratio",
          "max diff", "acc, norm differ"),
     ]  # fmt: skip
-    whole = totals(result)
+    whole = result["all"]
     for name, row in [*result["tasks"].items(), ("all", whole)]:
         s, t, a = row["seconds"], row["tokens"], row["answers"]
         rows.append(
@@ -249,59 +211,26 @@ def report(result: dict[str, Any]) -> str:
              t["hflm"], t["shared"], t["hflm"] / t["shared"], f"{a['largest_difference']:.1e}",
              f"{a['acc_differs']}, {a['acc_norm_differs']}")
         )  # fmt: skip
-    files = result["whole_files"]
-    title = f"{result['model']}: {result['layer_params'] / 1e6:.2f}M parameters in layers, {result['params'] / 1e6:.2f}M in all"
     lines = [
-        title,
+        title(result),
         table(rows),
         f"in a search's slices: tune_prune {result['seconds_in_slices']:.2f} s, {whole['speedup_in_slices']:.2f}x less than HFLM",
         f"HFLM's padding adds {whole['tokens']['hflm_padded'] / whole['tokens']['hflm'] - 1:.1%} tokens, its judgement "
         f"{whole['seconds']['hflm_judging']:.2f} s (tune_prune's is in its seconds)",
-        "tokens on all items of the files: "
-        + ", ".join(f"{name} {count['plain'] / count['shared']:.2f}x" for name, count in files["tasks"].items())
-        + f"; together {files['at_hand']['plain']:,} and {files['at_hand']['shared']:,}: {files['at_hand']['ratio']:.2f}x",
     ]
-    lines += [f"left out: {reason}" for reason in sorted({*result["left_out"].values(), *files["left_out"].values()})]
-    if "hellaswag_whole" in files:
-        lines.append(f"with HellaSwag counted at {HELLASWAG_ROWS:,} rows: {files['hellaswag_whole']['ratio']:.2f}x")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"left out: {reason}" for reason in result["left_out"].values())])
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = benchmark_parser(__doc__, ["stories260K", "5M", "20M"])
+    p = benchmark_parser(__doc__, ["stories260K", "5M", "20M"], repeats=3, limit=100)
+    p.add_argument("--threads", type=COUNT, default=cpus(), metavar="N", help="of torch (default: %(default)s)")
     p.add_argument(
-        "--limit", type=FROM_ZERO, default=100, metavar="N", help="items per task, 0: all (default: %(default)s)"
-    )
-    p.add_argument(
-        "--count-limit",
-        type=FROM_ZERO,
-        default=0,
-        metavar="N",
-        help="count tokens on so many items a task only (default: all)",
-    )
-    p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
-    p.add_argument(
-        "--batch-sizes", type=counts, default=(1, 2, 4, 8, 16, 32, 64), metavar="A,B",
+        "--batch-sizes", type=lambda text: tuple(map(COUNT, text.split(","))), default=(1, 2, 4, 8, 16, 32, 64), metavar="A,B",
         help="of HFLM, the best of which is found for every task (default: %(default)s)",
     )  # fmt: skip
-    add_dtype(p)
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
-    results = []
-    with tempfile.TemporaryDirectory() as work:
-        for name in args.model:
-            result = measure(replace(subject(name, Path(work)), dtype=args.dtype), args, Path(work))
-            results.append(result | {"all": totals(result)})
-            print(report(result), end="\n\n", flush=True)
-    values = {
-        "benchmark": "engine",
-        "dtype": args.dtype,
-        "limit": args.limit,
-        "repeats": args.repeats,
-        "models": results,
-    }
-    write_json(args.output, values)
-    return values
+    return measure_models("engine", args, measure, report)
 
 
 if __name__ == "__main__":

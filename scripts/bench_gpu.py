@@ -1,4 +1,4 @@
-"""What only a GPU shows: a model of Mistral-7B's shape with random weights in bfloat16, stage by stage.
+"""Measurements that only a GPU gives: a model of Mistral-7B's shape with random weights in bfloat16, stage by stage.
 
     python scripts/bench_gpu.py                        one GPU of 80 GB or more, nine minutes at most
     python scripts/bench_gpu.py --device cpu --tiny    the same code on a model of toy size
@@ -18,7 +18,6 @@ ends, also where a stage hangs. A stage is repeated while that takes less than a
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -28,10 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import counts, table, timed
-from gpu_measurements import Slot, device_of, gpu_parser, matmul_peak, versions
+from bench_common import timed
+from gpu_measurements import Slot, device_of, gpu_parser, matmul_peak, memory_beside, synchronise, versions
 from make_random_model import config_of
-from random_items import HFLM_ROWS, TASKS, random_items, score_as_hflm
+from random_items import HFLM_ROWS, random_items, score_as_hflm
+from script_tools import COUNT, table
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 from tune_prune.evaluation.engine.prefix_trees import count_tokens, plan_rows, score_items, unsupported_reason
@@ -47,8 +47,6 @@ from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 from tune_prune.pruning.surgery import Sketch, prune
 from tune_prune.tuning.memory import Shapes
 
-WIKITEXT_TOKENS = 330_000  # of the WikiText-2 test in tokens of a 32k vocabulary
-GRID_SEQ_LEN, GRID_SAMPLES, GRID_TRIALS = (16, 32, 64, 128, 256), 512, 45  # the published grid
 RATIO = 0.2
 
 
@@ -75,49 +73,31 @@ class Bench:
     def shapes(self) -> Shapes:
         return Shapes(self.geometry, self.model.config, self.model.dtype.itemsize, self.device.type)
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the lines of the stages that fitted."""
-        return [line for line in self.slot.lines if "seconds" in line]
-
     def stage(self, name: str, tokens: float, flops: float, call: Callable[[], Any], planned: int | None = None) -> Any:
         """Time `call`, and note its cost under `name`; where the memory does not suffice, or the time, note that. `planned`: bytes
         beside what is there, as a plan says."""
         if not self.slot.begin(name):
             return None
-        before = 0
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+        memory = memory_beside(self.device)
         row: dict[str, Any] = {"stage": name, "tokens": tokens, "flops": flops}
         row |= {} if planned is None else {"planned_bytes": planned}
         results: list[Any] = []
 
+        def synchronised() -> None:
+            results.clear()  # what a stage makes is there once
+            results.append(call())
+            synchronise(self.device)
+
         def measured() -> dict[str, Any]:
             taken: list[float] = []
             while len(taken) < self.args.repeats and (not taken or sum(taken) + taken[-1] < self.slot.limit / 12):
-                results.clear()  # what a stage makes is there once
-                seconds, result = timed(lambda: self._synchronised(call))
-                taken.append(seconds)
-                results.append(result)
-                del result
+                taken.append(timed(synchronised)[0])
             middle = statistics.median(taken)
-            found = {"seconds": middle, "first_s": taken[0], "repeats": len(taken), "tokens_per_s": tokens / middle}
-            found["utilisation"] = flops / middle / self.peak_flops
-            if self.device.type == "cuda":
-                found["peak_bytes"] = torch.cuda.max_memory_allocated()
-                found["taken_bytes"] = found["peak_bytes"] - before
-            return found
+            cost = {"seconds": middle, "first_s": taken[0], "repeats": len(taken), "tokens_per_s": tokens / middle}
+            return cost | {"utilisation": flops / middle / self.peak_flops, **memory()}
 
-        self.slot.add(row | dict(self.slot.told(measured)))
+        self.slot.add(row | dict(self.slot.result_or_reason(measured)))
         return results[0] if results else None
-
-    def _synchronised(self, call: Callable[[], Any]) -> Any:
-        result = call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return result
 
 
 def pruned_models(bench: Bench) -> Iterator[tuple[str, PreTrainedModel, int]]:
@@ -151,9 +131,8 @@ def gradients(bench: Bench) -> None:
 
 
 def removals(bench: Bench) -> None:
-    args, layers = bench.args, bench.geometry.num_layers
+    args, layers, kinds = bench.args, bench.geometry.num_layers, block_removal.KINDS
     few = _windows(bench)[: max(1, args.samples // 5)]
-    kinds = block_removal.KINDS if args.kinds == "all" else tuple(args.kinds.split(","))
     # The dense pass, and for every kind each layer's removal runs what stands behind the layer.
     whole = 2 * bench.geometry.prunable_params * (1 + len(kinds) * (layers - 1) / 2)
     heads = 2 * bench.head * (1 + len(kinds) * layers)
@@ -180,8 +159,8 @@ class Evaluation:
         tokens = bench.args.text_tokens
         self.text = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(1))
         self.window = min(2048, longest, tokens)
-        self.by_task = random_items(vocab_size, bench.args.items, min(longest, 1024))
-        self.items: list[list[Request]] = [item for task in self.by_task.values() for item in task]
+        by_task = random_items(vocab_size, bench.args.items, min(longest, 1024))
+        self.items: list[list[Request]] = [item for task in by_task.values() for item in task]
         self.scored = sum(len(request.targets) for item in self.items for request in item)
         self.batch_tokens = default_batch_tokens(bench.model.config, bench.device.type)
         rows = plan_rows(self.items, share=True).all
@@ -204,9 +183,9 @@ class Evaluation:
     ) -> None:
         tokens = count_tokens(self.items, share)
         flops = 2 * tokens * layers + 2 * self.scored * self.bench.head
-        found = self.bench.stage(name, tokens, flops, lambda: score_items(model, self.items, batch, share), planned)
-        if found is not None and model is self.bench.model:
-            self.answers.append(found.loglikelihoods)
+        scores = self.bench.stage(name, tokens, flops, lambda: score_items(model, self.items, batch, share), planned)
+        if scores is not None and model is self.bench.model:
+            self.answers.append(scores.loglikelihoods)
 
     def other_ways(self) -> None:
         """Score the dense model as HFLM does, and with other batches, without shared prefixes too."""
@@ -224,48 +203,12 @@ class Evaluation:
                 self.zero_shot(name, bench.model, layers, share, batch)
 
     def summary(self) -> dict[str, Any]:
-        whole = {
-            share: sum(
-                TASKS[name].rows / self.bench.args.items * count_tokens(task, share)
-                for name, task in self.by_task.items()
-            )
-            for share in (True, False)
-        }
         return {
             "items": len(self.items),
             "tokens": {"shared": count_tokens(self.items, True), "plain": count_tokens(self.items, False)},
-            "whole_tokens": {"shared": whole[True], "plain": whole[False]},
-            "largest_difference": float(np.ptp(np.stack(self.answers), axis=0).max()) if self.answers else math.nan,
+            "largest_difference": float(np.ptp(np.stack(self.answers), axis=0).max()) if self.answers else None,
             "unsupported_reason": unsupported_reason(self.bench.model),
         }
-
-
-def projection(bench: Bench, zero_shot: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a full evaluation and of the 45-trial grid on one such device, from measured rates; NaN where one is missing."""
-
-    def best(prefix: str) -> float:
-        rates = [row["tokens_per_s"] for row in bench.rows if row["stage"].startswith(prefix)]
-        return max(rates, default=math.nan)
-
-    ours = zero_shot["whole_tokens"]["shared"] / best("dense: zero-shot")
-    pruned = zero_shot["whole_tokens"]["shared"] / best("padded: zero-shot")
-    hflm = zero_shot["whole_tokens"]["plain"] / best("dense: zero-shot as HFLM")
-    texts = {name: WIKITEXT_TOKENS / best(f"{name}: perplexity") for name in ("dense", "padded")}
-    pruning = next((row["seconds"] for row in bench.rows if row["stage"] == "prune padded"), math.nan)
-    tokens, kinds = sum(GRID_SEQ_LEN) * GRID_SAMPLES, bench.args.kinds
-    passes = tokens / best("gradients")
-    count = len(block_removal.KINDS) if kinds == "all" else len(kinds.split(","))
-    removed = tokens / 5 * (1 + count * bench.geometry.num_layers) / best("removal")
-    trials = GRID_TRIALS * (pruning + texts["padded"] + pruned)
-    return {
-        "zero_shot_s": ours,
-        "zero_shot_hflm_s": hflm,
-        "zero_shot_speedup": hflm / ours,
-        "perplexity_s": texts["dense"],
-        "gradient_passes_s": passes,
-        "removal_passes_s": removed,
-        "grid_minutes": (passes + removed + trials + texts["dense"] + ours) / 60,
-    }
 
 
 def build(args: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -280,38 +223,22 @@ def build(args: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
     return model.eval().requires_grad_(False)
 
 
-def report(bench: Bench, zero_shot: dict[str, Any], projected: dict[str, float]) -> str:
+def report(bench: Bench, zero_shot: dict[str, Any]) -> str:
     rows: list[tuple[object, ...]] = [("stage", "tokens", "seconds", "tokens/s", "of peak", "GiB", "planned")]
     for row in bench.slot.lines:
         if "stage" not in row:
             continue
         memory = [f"{row[key] / 2**30:.1f}" if key in row else "" for key in ("taken_bytes", "planned_bytes")]
-        if "seconds" not in row:
-            rows.append(
-                (
-                    row["stage"],
-                    int(row["tokens"]),
-                    "out of memory" if "out_of_memory" in row else "failed",
-                    "",
-                    "",
-                    *memory,
-                )
-            )
-            continue
-        share = f"{row['utilisation']:.1%}" if row["flops"] else ""
-        rate = int(row["tokens_per_s"]) if row["tokens"] else ""
-        rows.append((row["stage"], int(row["tokens"]), row["seconds"], rate, share, *memory))
-    p = projected
+        share = f"{row['utilisation']:.1%}" if row["flops"] and "seconds" in row else ""
+        rate = int(row["tokens_per_s"]) if row["tokens"] and "seconds" in row else ""
+        seconds = row.get("seconds", "out of memory" if "out_of_memory" in row else "failed")
+        rows.append((row["stage"], int(row["tokens"]), seconds, rate, share, *memory))
     lines = [
         f"{bench.geometry.total_params:,} parameters, {bench.model.dtype} on {bench.device}; matmul peak "
         f"{bench.peak_flops / 1e12:.2f} TFLOP/s",
         table(rows),
         f"{zero_shot['items']:,} items; largest difference of a log-likelihood between these ways "
-        f"{zero_shot['largest_difference']:.2g} nats",
-        f"projected: full zero-shot {p['zero_shot_s']:.0f} s (as HFLM {p['zero_shot_hflm_s']:.0f} s, "
-        f"{p['zero_shot_speedup']:.1f}x), perplexity {p['perplexity_s']:.0f} s, gradient passes of the grid "
-        f"{p['gradient_passes_s']:.0f} s, removal passes {p['removal_passes_s']:.0f} s, grid of 45 trials "
-        f"{p['grid_minutes']:.0f} min",
+        f"{zero_shot['largest_difference']} nats",
     ]
     if zero_shot["unsupported_reason"]:
         lines.append(f"prefixes cannot be shared: {zero_shot['unsupported_reason']}")
@@ -320,21 +247,30 @@ def report(bench: Bench, zero_shot: dict[str, Any], projected: dict[str, float])
 
 def main(argv: list[str] | None = None) -> None:
     p = gpu_parser(__doc__)
+    p.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16, on a CPU float32)")
     p.add_argument(
-        "--dtype", default=None, choices=("bfloat16", "float32"), help="(default: bfloat16, on a CPU float32)"
+        "--repeats",
+        type=COUNT,
+        default=3,
+        metavar="N",
+        help="of a stage at most, whose median counts (default: %(default)s)",
     )
-    p.add_argument("--samples", type=int, default=512, metavar="N", help="of the gradient pass (default: %(default)s)")
-    p.add_argument("--seq-len", type=int, default=256, metavar="T", help="of the gradient pass (default: %(default)s)")
-    p.add_argument("--kinds", default="attention,mlp,layer", metavar="A,B", help="removals (default: %(default)s)")
-    p.add_argument("--text-tokens", type=int, default=65_536, metavar="N", help="for perplexity (default: %(default)s)")
-    p.add_argument("--items", type=int, default=200, metavar="N", help="of each task (default: %(default)s)")
     p.add_argument(
-        "--batch-tokens", type=counts, default=(4096, 8192, 32768),
-        metavar="A,B", help="of the zero-shot engine, besides a trial's own (default: %(default)s)",
+        "--samples", type=COUNT, default=512, metavar="N", help="of the gradient pass (default: %(default)s)"
+    )
+    p.add_argument(
+        "--seq-len", type=COUNT, default=256, metavar="T", help="of the gradient pass (default: %(default)s)"
+    )
+    p.add_argument(
+        "--text-tokens", type=COUNT, default=65_536, metavar="N", help="for perplexity (default: %(default)s)"
+    )
+    p.add_argument("--items", type=COUNT, default=200, metavar="N", help="of each task (default: %(default)s)")
+    p.add_argument(
+        "--batch-tokens", type=lambda text: tuple(map(COUNT, text.split(","))), default=(4096, 8192, 32768), metavar="A,B",
+        help="of the zero-shot engine, besides a trial's own (default: %(default)s)",
     )  # fmt: skip
     args = p.parse_args(argv)
     device = device_of(args)
-    torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     about = {"machine": versions(), "device": args.device, "dtype": str(dtype).removeprefix("torch.")}
     with Slot("gpu", args.limit, args.output, about) as slot:
@@ -352,11 +288,9 @@ def main(argv: list[str] | None = None) -> None:
             del pruned  # before the next one comes
         removals(bench)
         evaluation.other_ways()
-        found = evaluation.summary()
-        projected = projection(bench, found)
-        print(report(bench, found, projected))
-        slot.finish(zero_shot=found, projection=projected)
-    slot.check()
+        zero_shot = evaluation.summary()
+        print(report(bench, zero_shot))
+        slot.finish(zero_shot=zero_shot)
 
 
 if __name__ == "__main__":

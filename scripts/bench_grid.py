@@ -29,7 +29,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import COUNT, FROM_ZERO, Subject, add_dtype, benchmark_parser, sizes_of, subject, table, write_json
+from bench_common import Subject, benchmark_parser, measure_models, sizes_of, title
 from published_way import removal_kinds
+from script_tools import COUNT, FROM_ZERO, table
 
-from tune_prune.commands.flags import task_names
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.ending import exit_code
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger
@@ -94,11 +93,10 @@ def run_published(
         started = time.perf_counter()
         _call([sys.executable, __file__, "--published-trial", str(order)])
         seconds = time.perf_counter() - started
-        found = json.loads((work / config.name / "result.json").read_text(encoding="utf-8"))
-        found["parts"]["start and imports"] = (
-            seconds - sum(found["parts"].values()) - sum(found["own_kernels"].values())
-        )
-        return found | {"config": config.name}
+        result = json.loads((work / config.name / "result.json").read_text(encoding="utf-8"))
+        parts = result["parts"]
+        parts["start and imports"] = seconds - sum(parts.values()) - sum(result["own_kernels"].values())
+        return result | {"config": config.name}
 
     with ThreadPoolExecutor(args.slots) as pool:
         return list(pool.map(one, configs))
@@ -186,7 +184,7 @@ def published_trial(order: dict[str, Any]) -> None:
     taylor(loaded.model, loaded.family, windows, [config.num_samples])
     again["gradients"] = time.perf_counter()
     if kinds:
-        published_way.naive_removal_losses(loaded, windows[:few], kinds)
+        published_way.removal_passes(loaded, windows[:few], kinds, in_batches=True)
     again["removal"] = time.perf_counter()
     perplexity.perplexity(model, held_out, window)
     again["perplexity"] = time.perf_counter()
@@ -248,19 +246,21 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
     ordered = sorted(configs, key=lambda c: (c.method, c.seq_len, c.num_samples))
     sample = [ordered[(2 * index + 1) * len(configs) // (2 * count)] for index in range(count)]
     sizes = sizes_of(subject.run())
-    whole, part_of_it = (pass_tokens(those, sizes["layers"]) for those in (configs, sample))
-    scale = {name: tokens / part_of_it[name] for name, tokens in whole.items() if part_of_it[name]}
-    searches, trials, own = [], [], []
+    whole, sampled = (pass_tokens(some, sizes["layers"]) for some in (configs, sample))
+    scale = {name: tokens / sampled[name] for name, tokens in whole.items() if sampled[name]}
+    searches: list[float] = []
+    published: list[dict[str, float]] = []  # parts of a mean trial
+    own_kernels: list[dict[str, float]] = []
     for repeat in range(args.repeats):
         seconds, metrics = run_search(subject, args, work / f"{subject.name}-search-{repeat}", args.more)
-        published = run_published(subject, sample, args, work / f"{subject.name}-published-{repeat}")
+        trials = run_published(subject, sample, args, work / f"{subject.name}-published-{repeat}")
         searches.append(seconds)
-        parts, parts_own = mean_parts(published, scale)
-        trials.append(parts)
-        own.append(parts_own)
+        for parts, means in zip((published, own_kernels), mean_parts(trials, scale), strict=True):
+            parts.append(means)
     search_seconds = statistics.median(searches)
     published_seconds, own_seconds = (
-        statistics.median(sum(parts.values()) for parts in those) * len(configs) / args.slots for those in (trials, own)
+        statistics.median(sum(means.values()) for means in parts) * len(configs) / args.slots
+        for parts in (published, own_kernels)
     )
     return {
         "model": subject.name,
@@ -274,16 +274,16 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
         "ratio": published_seconds / search_seconds,
         "own_kernels_ratio": own_seconds / search_seconds,
         "search_seconds_of_each": searches,
-        "parts": trials[-1],
-        "own_kernels_parts": own[-1],
-        "mismatches": differences(published, metrics),
+        "parts": published[-1],
+        "own_kernels_parts": own_kernels[-1],
+        "mismatches": differences(trials, metrics),
     }
 
 
 def report(result: dict[str, Any]) -> str:
     count, trials = result["published_trials_run"], result["trials"]
     how = "all of them run" if count == trials else f"scaled up from {count} of them"
-    rows = [("", "trials", "seconds", "seconds a trial", "of the search")]
+    rows: list[tuple[object, ...]] = [("", "trials", "seconds", "seconds a trial", "of the search")]
     for name, key in (
         ("search", "search_seconds"),
         (f"published way, {how}", "published_seconds"),
@@ -291,11 +291,10 @@ def report(result: dict[str, Any]) -> str:
     ):
         seconds = result[key]
         rows.append((name, trials, seconds, seconds / trials, f"{seconds / result['search_seconds']:.1f}x"))
-    parts = [("seconds of a mean trial", "published way", "search's kernels")]
+    parts: list[tuple[object, ...]] = [("seconds of a mean trial", "published way", "search's kernels")]
     parts += [(name, result["parts"][name], result["own_kernels_parts"][name]) for name in PARTS]
     lines = [
-        f"{result['model']}: {result['layer_params'] / 1e6:.2f}M parameters in layers, {result['params'] / 1e6:.2f}M in all, "
-        f"{result['slots']} processes at once",
+        f"{title(result)}, {result['slots']} processes at once",
         table(rows),
         "",
         table(parts),
@@ -307,41 +306,26 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = benchmark_parser(__doc__, ["tiny-llama"], repeats=1, threads=False)
+    p = benchmark_parser(__doc__, ["tiny-llama"], repeats=1, limit=0)
     p.add_argument(
         "--sample", type=FROM_ZERO, default=9, metavar="K", help="trials run the published way, 0: all (default: 9)"
     )
-    p.add_argument(
-        "--limit", type=FROM_ZERO, default=0, metavar="N", help="items per task, 0: all (default: %(default)s)"
-    )
-    p.add_argument("--tasks", type=task_names, default=ZERO_SHOT_TASKS, metavar="A,B")
     p.add_argument("--search-space", default="paper_grid", metavar="NAME_OR_YAML", help="(default: %(default)s)")
     p.add_argument("--pruning-ratio", type=float, default=0.2, metavar="R")
     p.add_argument(
-        "--batch-size",
-        type=COUNT,
-        default=16,
-        metavar="N",
+        "--batch-size", type=COUNT, default=16, metavar="N",
         help="of HFLM, bench_engine.py finds its best (default: %(default)s)",
-    )
+    )  # fmt: skip
     p.add_argument("--slots", type=COUNT, default=cpus(), metavar="N", help="processes at once (default: CPUs)")
     p.add_argument(
         "--inline", dest="more", action="store_const", const=["--inline"], default=[], help="search without Ray"
     )
     p.add_argument("--published-trial", type=Path, help=argparse.SUPPRESS)
-    add_dtype(p)
     args = p.parse_args(argv)
     if args.published_trial is not None:
         published_trial(json.loads(args.published_trial.read_text(encoding="utf-8")))
         return {}
-    with tempfile.TemporaryDirectory() as work:
-        results = []
-        for name in args.model:
-            results.append(measure(replace(subject(name, Path(work), args.limit), dtype=args.dtype), args, Path(work)))
-            print(report(results[-1]), end="\n\n", flush=True)
-    values = {"benchmark": "grid", "dtype": args.dtype, "limit": args.limit, "models": results}
-    write_json(args.output, values)
-    return values
+    return measure_models("grid", args, measure, report)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ pandas and pyarrow, so that any version of the program can have written them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -25,23 +24,10 @@ from typing import Any
 
 import pandas as pd
 import pyarrow.parquet
+from script_tools import script_parser
 
-from tune_prune.commands.flags import output_file
-from tune_prune.core import artifact_cache
+from tune_prune.core import artifact_cache, store
 from tune_prune.core.hyperparameters import OLDER_NAMES, renamed
-from tune_prune.core.store import (
-    ATTEMPTS,
-    BASELINES,
-    COST,
-    EXPERIMENT,
-    ITEMS,
-    LEDGER,
-    PASSES,
-    PLAN,
-    STATUS,
-    TENSORBOARD,
-    TUNE,
-)
 
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",
@@ -50,23 +36,27 @@ VOLATILE = (
     "checksum", "files",
 )  # fmt: skip
 SHOWN = 12
+SKIPPED = {store.ATTEMPTS, store.PASSES, store.TUNE, store.TENSORBOARD, artifact_cache.FOLDER}  # folders
 
 
 def kind(path: Path) -> str | None:
     """Return what a file is compared as; None: it is not compared."""
-    skipped = {ATTEMPTS, PASSES, TUNE, TENSORBOARD, artifact_cache.FOLDER}
-    if path.name in (EXPERIMENT, COST, STATUS) or path.name.startswith(".") or skipped & set(path.parts):
+    if (
+        path.name in (store.EXPERIMENT, store.COST, store.STATUS)
+        or path.name.startswith(".")
+        or SKIPPED & set(path.parts)
+    ):
         return None
-    if path.parent.name == LEDGER or path.name == BASELINES:
+    if path.parent.name == store.LEDGER or path.name == store.BASELINES:
         return "records" if path.suffix == ".json" else None
-    kinds = {PLAN: "plans", ITEMS: "items"}
+    kinds = {store.PLAN: "plans", store.ITEMS: "items"}
     return kinds.get(path.name) or {".json": "views", ".csv": "tables"}.get(path.suffix)
 
 
 def files(root: Path) -> dict[Path, str]:
     """The files to compare below `root`, by relative path."""
-    found = {path.relative_to(root): kind(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file()}
-    return {path: what for path, what in found.items() if what is not None}
+    paths = [path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file()]
+    return {path: what for path in paths if (what := kind(path)) is not None}
 
 
 def volatile(name: str) -> bool:
@@ -98,14 +88,14 @@ def of_tables(before: Path, after: Path) -> Iterator[str]:
     old, new = (
         pd.read_csv(path, dtype=str, keep_default_na=False).rename(columns=OLDER_NAMES) for path in (before, after)
     )
-    for name in [*old.columns, *(name for name in new.columns if name not in old.columns)]:
+    if len(old) != len(new):
+        yield f"{len(old)} rows before and {len(new)} after"
+        return
+    for name in dict.fromkeys([*old.columns, *new.columns]):
         if volatile(name):
             continue
         if name not in new.columns or name not in old.columns:
             yield f"column {name} is only {'before' if name in old.columns else 'after'}"
-        elif len(old) != len(new):
-            yield f"{len(old)} rows before and {len(new)} after"
-            return
         else:
             for row in (old[name] != new[name]).to_numpy().nonzero()[0]:
                 yield f"row {row + 1}, {name}: {old[name][row]!r} before and {new[name][row]!r} after"
@@ -133,31 +123,26 @@ def compare(before: Path, after: Path) -> dict[str, dict[str, Any]]:
             row[f"only_{side}"] += 1
             row["sentences"].append(f"{path} is only {side}")
             continue
-        found = of_files(what, before / path, after / path)
-        row["different" if found else "equal"] += 1
-        row["sentences"] += [f"{path}: {sentence}" for sentence in found]
+        sentences = of_files(what, before / path, after / path)
+        row["different" if sentences else "equal"] += 1
+        row["sentences"] += [f"{path}: {sentence}" for sentence in sentences]
     return result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = script_parser(__doc__, "write the differences as JSON, too")
     p.add_argument("before", type=Path)
     p.add_argument("after", type=Path)
-    p.add_argument("--output", type=output_file, metavar="FILE", help="write the differences as JSON, too")
     options = p.parse_args(arguments)
     for folder in (options.before, options.after):
         if not folder.is_dir():
-            print(f"error: {folder} is not a folder; name two result folders", file=sys.stderr)
-            return 2
+            p.error(f"{folder} is not a folder; name two result folders")
     result = compare(options.before, options.after)
     if not result:
-        print(f"error: {options.before} and {options.after} hold no results; name experiments", file=sys.stderr)
-        return 2
+        p.error(f"{options.before} and {options.after} hold no results; name experiments")
     print(pd.DataFrame(result).T.drop(columns="sentences").to_string())
     sentences = [sentence for row in result.values() for sentence in row["sentences"]]
-    print(*sentences[:SHOWN], sep="\n")
-    if len(sentences) > SHOWN:
-        print(f"... and {len(sentences) - SHOWN:,} more")
+    print(*sentences[:SHOWN], *[f"... and {len(sentences) - SHOWN:,} more"] * (len(sentences) > SHOWN), sep="\n")
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 1 if sentences else 0

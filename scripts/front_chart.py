@@ -14,12 +14,13 @@ import csv
 import io
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, geometric_mean
+from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from script_tools import script_parser
 
 from tune_prune.analysis.figures.figure_style import BLUE, GREY, ORANGE, SKY
 from tune_prune.commands.flags import output_file
@@ -32,28 +33,23 @@ RUNS = {1: "one run", 3: "three runs"}
 WIDTH, HEIGHT, DPI = 6.4, 3.2, 150  # 960 x 480 pixels
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     label: str  # in the table
     chart: str  # beside the bar; "" for a row of the table alone
     colour: str
     ppl: float
-    kl_text: float
-    kl_tasks: float
-    runs: int | None
+    kl_text: float = 0.0
+    kl_tasks: float = 0.0
+    runs: int | None = None
 
 
-def original() -> tuple[float, float, float, None]:
-    return json.loads((STUDY / "dense.json").read_text(encoding="utf-8"))["ppl"], 0.0, 0.0, None
-
-
-def of_trials(file: str, method: str, seq_len: int, num_samples: int) -> tuple[float, float, float, int]:
+def of_trials(method: str, seq_len: int, num_samples: int, file: str = "contenders") -> tuple[float, float, float, int]:
     """Perplexity, distances and runs of one configuration, from the CSV file of its trials."""
-    asked = [method, str(seq_len), str(num_samples)]
-    with (STUDY / f"{file}.csv").open(encoding="utf-8", newline="") as trials:
-        own = [r for r in csv.DictReader(trials) if [r["method"], r["seq_len"], r["num_samples"]] == asked]
-    ppl, text, tasks = ([float(row[name]) for row in own] for name in ("ppl", "kl_text", "kl_tasks"))
-    return geometric_mean(ppl), fmean(text), fmean(tasks), len(own)
+    levels = [method, str(seq_len), str(num_samples)]
+    with (STUDY / f"{file}.csv").open(encoding="utf-8", newline="") as lines:
+        trials = [t for t in csv.DictReader(lines) if [t["method"], t["seq_len"], t["num_samples"]] == levels]
+    ppl, text, tasks = ([float(trial[name]) for trial in trials] for name in ("ppl", "kl_text", "kl_tasks"))
+    return geometric_mean(ppl), fmean(text), fmean(tasks), len(trials)
 
 
 def of_table(file: str, name: str) -> tuple[float, float, float, int]:
@@ -65,12 +61,10 @@ def of_table(file: str, name: str) -> tuple[float, float, float, int]:
 
 def rows() -> list[Row]:
     two_steps = "gate_fisher-s128-n512-least_squares-t131072"
-    best = "gate_fisher in two steps, questions in the sample text, repair, 400 training steps"
-    grid = "best of the published grid by"
     return [
-        Row("original", "original", GREY, *original()),
+        Row("original", "original", GREY, json.loads((STUDY / "dense.json").read_text(encoding="utf-8"))["ppl"]),
         Row(
-            best.replace("gate_fisher", "**best recipe**: `gate_fisher`"),
+            "**best recipe**: `gate_fisher` in two steps, questions in the sample text, repair, 400 training steps",
             "best recipe: gate_fisher in two steps,\nquestions in the sample text, repair,\n400 training steps",
             BLUE,
             *of_table("quality_two_steps_trained", f"{two_steps}-lora-i400-e0.003-k2"),
@@ -83,18 +77,18 @@ def rows() -> list[Row]:
             *of_table("quality_draws", "gate_fisher-s128-n128-least_squares"),
         ),
         Row(
-            f"{grid} perplexity (`taylor`)",
-            f"{grid}\nperplexity: taylor",
+            "best of the published grid by perplexity (`taylor`)",
+            "best of the published grid by\nperplexity: taylor",
             ORANGE,
-            *of_trials("contenders", "taylor", 256, 128),
+            *of_trials("taylor", 256, 128),
         ),
         Row(
-            f"{grid} right answers (`layerwise`)",
-            f"{grid}\nright answers: layerwise",
+            "best of the published grid by right answers (`layerwise`)",
+            "best of the published grid by\nright answers: layerwise",
             ORANGE,
-            *of_trials("contenders", "layerwise", 32, 256),
+            *of_trials("layerwise", 32, 256),
         ),
-        Row("random removal", "", GREY, *of_trials("control", "random", 16, 128)),
+        Row("random removal", "", GREY, *of_trials("random", 16, 128, "control")),
     ]
 
 
@@ -114,7 +108,6 @@ def table(rows: list[Row]) -> str:
 def chart(rows: list[Row], kind: str) -> bytes:
     """The chart as a PNG or SVG file, the same bytes each time."""
     bars = [row for row in rows if row.chart]
-    (random,) = (row for row in rows if row.label == "random removal")
     with rc_context({"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "front_chart"}):
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white", layout="constrained")
         axes = figure.add_subplot()
@@ -125,11 +118,11 @@ def chart(rows: list[Row], kind: str) -> bytes:
         axes.margins(x=0.12)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f"perplexity on WikiText-2: lower is better (random removal: {shown(random.ppl)})")
+        axes.set_xlabel(f"perplexity on WikiText-2: lower is better (random removal: {shown(rows[-1].ppl)})")
         figure.suptitle("SmolLM2-135M with 20% of its parameters removed", fontsize=10, fontweight="bold")
         content = io.BytesIO()
-        own = {"Software": None} if kind == "png" else {"Date": None}
-        figure.savefig(content, format=kind, metadata={"Description": table(rows), **own})
+        dateless = {"Software": None} if kind == "png" else {"Date": None}
+        figure.savefig(content, format=kind, metadata={"Description": table(rows), **dateless})
     return content.getvalue()
 
 
@@ -141,13 +134,12 @@ def picture(text: str) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     path = ROOT / "docs" / "figures" / "front_chart.png"
     parser.add_argument("--output", type=picture, default=path, metavar="FILE", help="a .png or .svg file")
     args = parser.parse_args(argv)
-    found = rows()
-    atomic_write_bytes(args.output, chart(found, args.output.suffix[1:]))
-    print(table(found))
+    atomic_write_bytes(args.output, chart(rows(), args.output.suffix[1:]))
+    print(table(rows()))
     return 0
 
 

@@ -1,5 +1,5 @@
-"""What benchmarks of a GPU share: flags, the device, its peak, versions; and `Slot`, for a machine that is lent for minutes: every
-measurement is written when it is made, and the process ends in time, whatever hangs.
+"""Tools of the benchmarks of a GPU: flags, the device, its peak, versions; and `Slot`, for a machine that is lent for minutes:
+every measurement is written when it is made, and the process ends in time, whatever hangs.
 
     with Slot("gpu", limit=540, output=None) as slot:
         if slot.begin("forward"):                # False, once the time is over: the rest is left out
@@ -12,6 +12,7 @@ a traceback and exit code 1; what was measured is out by then.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import os
 import subprocess
@@ -23,9 +24,11 @@ from typing import Any
 
 import torch
 import transformers
-from bench_common import benchmark_parser, machine, median_times
+from bench_common import machine, median_times
+from script_tools import COUNT, script_parser
 
 from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.machine import cpus
 from tune_prune.models.loading import set_up_gpu
 
 LIMIT_S = 540.0  # of ten minutes, in which a machine also has to start
@@ -40,33 +43,26 @@ class Slot:
         self.output = output
         self.about = {"benchmark": name, **(about or {})}
         self.lines: list[dict[str, Any]] = []
-        self.children: list[subprocess.Popen[str]] = []  # ended with this process
         self._ends = time.monotonic() + limit
-        self._of = ""
+        self._running = ""  # name of the measurement
         self._lock = threading.Lock()
+        self._timer = threading.Timer(limit, self._stop)
+        self._timer.daemon = True
 
     def __enter__(self) -> Slot:
         if self.limit > 0:  # else nothing begins
-            self._thread = threading.Timer(self.limit, self._stop)
-            self._thread.daemon = True
-            self._thread.start()
+            self._timer.start()
             faulthandler.dump_traceback_later(self.limit + GRACE_S, exit=True, file=2)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.limit > 0:
-            self._thread.cancel()
-            faulthandler.cancel_dump_traceback_later()
-
-    @property
-    def left(self) -> float:
-        """Seconds to the limit."""
-        return self._ends - time.monotonic()
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
     def begin(self, name: str) -> bool:
         """Whether there is time for the measurement of that name; what is left out is a line, too."""
-        self._of = name
-        if self.left > 0:
+        self._running = name
+        if time.monotonic() < self._ends:
             return True
         self.add({"stopped before": name})
         return False
@@ -78,37 +74,28 @@ class Slot:
             self._write(complete=False)
 
     @staticmethod
-    def told(function: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return what `function` measures, or why it cannot be measured here: the next one may."""
+    def result_or_reason(measure: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return what `measure` finds, or why it cannot be measured here: the next one may."""
         try:
-            return function()
+            return measure()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {"out_of_memory": True}
         except Exception as error:  # noqa: BLE001  # whatever a machine does that nobody has seen: a line, and the exit code
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def check(self) -> None:
-        """Exits with code 1 where a measurement has failed by more than memory."""
-        failed = [line for line in self.lines if "error" in line]
-        if failed:
+    def finish(self, **more: Any) -> None:
+        """Write `more` with all lines. Exits with code 1 where a measurement has failed by more than memory."""
+        self._write(complete=not any("stopped before" in line for line in self.lines), **more)
+        if failed := [line for line in self.lines if "error" in line]:
             raise SystemExit(f"error: {len(failed)} measurements failed, see their lines")
 
-    def finish(self, **more: Any) -> dict[str, Any]:
-        """All that the file says in the end, `more` with it."""
-        with self._lock:
-            return self._write(complete=not any("stopped before" in line for line in self.lines), **more)
-
-    def _write(self, **more: Any) -> dict[str, Any]:
-        values = {**self.about, **more, "measurements": self.lines}
+    def _write(self, **more: Any) -> None:
         if self.output is not None:
-            atomic_write_text(self.output, to_json(values))
-        return values
+            atomic_write_text(self.output, to_json({**self.about, **more, "measurements": self.lines}))
 
     def _stop(self) -> None:
-        for child in self.children:
-            child.kill()
-        self.add({"stopped in": self._of, "after_s": self.limit})
+        self.add({"stopped in": self._running, "after_s": self.limit})
         os._exit(0)
 
 
@@ -118,8 +105,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
     def multiply() -> None:
         torch.matmul(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronise(device)
 
     for _ in range(2):
         multiply()
@@ -127,34 +113,50 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / seconds["matmul"]
 
 
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory_beside(device: torch.device) -> Callable[[], dict[str, int]]:
+    """Return a function that tells the peak since this call: whole, and beside what was there. On a CPU it tells nothing."""
+    if device.type != "cuda":
+        return dict
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    def peak() -> dict[str, int]:
+        most = torch.cuda.max_memory_allocated()
+        return {"peak_bytes": most, "taken_bytes": most - before}
+
+    return peak
+
+
 def versions() -> dict[str, Any]:
     """Return what the numbers were measured with, and on."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        **machine(),
-        "transformers": transformers.__version__,
-        "cuda": torch.version.cuda,
-        "commit": commit.stdout.strip() or None,
-    }
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    with_it = {"transformers": transformers.__version__, "cuda": torch.version.cuda, "commit": commit or None}
+    return machine() | with_it
 
 
-def gpu_parser(doc: str | None) -> Any:
+def gpu_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser of the flags that both benchmarks of a GPU have."""
-    p = benchmark_parser(doc, [])
+    p = script_parser(doc, "write the numbers as JSON, too")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
+    p.add_argument("--threads", type=COUNT, default=cpus(), metavar="N", help="of torch (default: %(default)s)")
     p.add_argument(
         "--limit", type=float, default=LIMIT_S, metavar="S", help="end after so many seconds (default: %(default)s)"
     )
     return p
 
 
-def device_of(args: Any) -> torch.device:
+def device_of(args: argparse.Namespace) -> torch.device:
     """The device, set up as workers have it. Exits with a sentence where there is none."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
     set_up_gpu()
+    torch.set_num_threads(args.threads)
     return torch.device(args.device)

@@ -11,7 +11,6 @@ tokenizer is a byte-level BPE that was trained on the embedded texts, filled up 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -22,12 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from script_tools import COUNT, FROM_ZERO, script_parser
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from tune_prune import embedded
+from tune_prune.core.errors import whole_number
 from tune_prune.models import loading
 from tune_prune.models.families import Family, family_of
 
@@ -140,13 +141,12 @@ def total_bytes(config: PretrainedConfig) -> int:
 def _parts(config: PretrainedConfig, family: Family) -> Iterator[dict[str, tuple[int, ...]]]:
     """Names and shapes of the tensors of each file: of the embeddings, of every layer, of what stands behind the layers."""
     shapes = {name: tuple(p.shape) for name, p in loading.meta_model(config).named_parameters()}
-    layers = [f"{family.layers}.{index}." for index in range(config.num_hidden_layers)]
-    first = min(index for index, name in enumerate(shapes) if name.startswith(family.layers))
+    prefixes = [f"{family.layers}.{index}." for index in range(config.num_hidden_layers)]
+    in_layers = [name.startswith(family.layers) for name in shapes]
+    first, end = in_layers.index(True), len(shapes) - in_layers[::-1].index(True)
     names = list(shapes)
-    yield {name: shapes[name] for name in names[:first]}
-    for prefix in layers:
-        yield {name: shapes[name] for name in names if name.startswith(prefix)}
-    yield {name: shapes[name] for name in names[first:] if not name.startswith(f"{family.layers}.")}
+    for part in (names[:first], *([n for n in names if n.startswith(prefix)] for prefix in prefixes), names[end:]):
+        yield {name: shapes[name] for name in part}
 
 
 def _random(name: str, shape: tuple[int, ...], std: float, generator: np.random.Generator) -> torch.Tensor:
@@ -181,17 +181,15 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = script_parser(__doc__)
     p.add_argument("--like", required=True, choices=SHAPES, metavar="NAME", help=", ".join(SHAPES))
     p.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write, which must not exist")
-    p.add_argument("--layers", type=int, metavar="N", help="(default: as many as the model has)")
-    p.add_argument("--vocab", type=int, metavar="N", help="tokens (default: as many as the model has)")
-    p.add_argument("--seed", type=int, default=0, metavar="S", help="of the weights (default: %(default)s)")
+    p.add_argument("--layers", type=COUNT, metavar="N", help="(default: as many as the model has)")
+    p.add_argument(
+        "--vocab", type=whole_number(300, 10**9), metavar="N", help="tokens (default: as many as the model has)"
+    )
+    p.add_argument("--seed", type=FROM_ZERO, default=0, metavar="S", help="of the weights (default: %(default)s)")
     args = p.parse_args(argv)
-    for name, least in (("layers", 1), ("vocab", 300), ("seed", 0)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            p.error(f"--{name} is {value}; it must be at least {least}")
     config = config_of(args.like, args.layers, args.vocab)
     if args.output.exists():
         p.error(f"--output {args.output} exists; name another folder, or delete it")

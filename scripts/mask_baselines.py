@@ -1,4 +1,4 @@
-"""What masks leave of a model: magnitude, Wanda and SparseGPT, the unstructured baselines of every pruning paper, measured as a
+"""Models with masked weights: magnitude, Wanda and SparseGPT, the unstructured baselines of every pruning paper, measured as a
 search measures its trials.
 
     python scripts/mask_baselines.py --model smollm2 --data-dir DATA --limit 100 --perplexity-tokens 16384
@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import COUNT, table, write_json
+from bench_common import write_json
+from script_tools import COUNT, script_parser, table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tune_prune
-from tune_prune.commands.flags import output_file
 from tune_prune.commands.opened import Model
 from tune_prune.core import terminal
 from tune_prune.core.config import EMBEDDED_DATA
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration
 from tune_prune.data.sources import uses_embedded_data
@@ -116,18 +117,18 @@ def apply(model: PreTrainedModel, family: Family, windows: Tensor, share: float,
 @contextmanager
 def _grams(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
     """By role, sums of x x^T of what goes into them within the context, in float32 or better."""
-    found: dict[str, Tensor] = {}
+    grams: dict[str, Tensor] = {}
 
     def add(role: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].flatten(0, -2).to(torch.promote_types(args[0].dtype, torch.float32))
-            found[role] = found[role].addmm_(x.T, x) if role in found else x.T @ x
+            grams[role] = grams[role].addmm_(x.T, x) if role in grams else x.T @ x
 
         return hook
 
     handles = [linear.register_forward_pre_hook(add(role)) for role, linear in linears.items()]
     try:
-        yield found
+        yield grams
     finally:
         for handle in handles:
             handle.remove()
@@ -146,16 +147,43 @@ def share_of(model: PreTrainedModel, family: Family, ratio: float) -> float:
     return share
 
 
-def row_of(name: str, found: Evaluation, dense: Evaluation) -> dict[str, Any]:
+def row_of(name: str, masked: Evaluation, dense: Evaluation) -> dict[str, Any]:
     """Return a row of what one model has measured; `gold_lost`: in log-probability of right choices, nats, mean of the tasks."""
-    lost = dense.tasks["gold_logprob"] - found.tasks["gold_logprob"]
-    kl = found.kl or {"text": (0.0, 0.0), "tasks": (0.0, 0.0)}  # of the dense model to itself
+    lost = dense.tasks["gold_logprob"] - masked.tasks["gold_logprob"]
+    kl = masked.kl or {"text": (0.0, 0.0), "tasks": (0.0, 0.0)}  # of the dense model to itself
     row = {"masks": name} | {f"kl_{text}": value for text, (value, _) in kl.items()} | {"gold_lost": float(lost.mean())}
-    return row | {"ppl": found.ppl, "accuracy": found.acc_mean, "accuracy_stderr": found.acc_mean_stderr}
+    return row | {"ppl": masked.ppl, "accuracy": masked.acc_mean, "accuracy_stderr": masked.acc_mean_stderr}
+
+
+@terminal.shown()
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    names = args.masks.split(",")
+    if unknown := [name for name in names if name not in MASKS]:
+        raise UserError(f"--masks names {', '.join(unknown)}; there are {', '.join(MASKS)}")
+    dense = tune_prune.open(
+        args.model, data_dir=args.data_dir, seed=args.seed, dtype="float32", perplexity_tokens=args.perplexity_tokens
+    )
+    source, embedded = catalog.resolve(args.model, None), uses_embedded_data(dense.run)
+    text = calibration.resolve(args.calibration, dense.run.data_dir, source.kind == "embedded")
+    windows = calibration.samples(calibration.tokens_of(dense.tokenizer, text), args.seq_len, args.samples, args.seed)
+    run = replace(dense.run, data_dir=EMBEDDED_DATA if embedded else dense.run.data_dir)
+    share = share_of(dense.model, dense.loaded().family, args.ratio)
+    scores = dense.evaluate(args.limit, args.tasks)
+    rows = [row_of("dense", scores, scores)]
+    for name in names:
+        loaded = loading.load_model(source, torch.float32, dense.device)  # masks change it
+        apply(loaded.model, loaded.family, windows, share, MASKS[name])
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            loaded.model.save_pretrained(path)
+            loaded.tokenizer.save_pretrained(path)
+            masked = Model(replace(run, model=str(path), label=name), dense.device, base=args.model)
+            rows.append(row_of(name, masked.evaluate(args.limit, args.tasks, kl=True), scores))
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "also as JSON")
     parser.add_argument("--model", required=True, metavar="NAME")
     parser.add_argument("--data-dir", metavar="DIR")
     parser.add_argument("--calibration", metavar="TEXT")
@@ -167,52 +195,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=COUNT, metavar="N", help="items of each task (default: all)")
     parser.add_argument("--tasks", metavar="A,B", help="(default: the seven)")
     parser.add_argument("--perplexity-tokens", type=COUNT, metavar="N", help="(default: all)")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
-    try:
-        rows = _measured(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.output:
+
+    def run() -> None:
+        rows = measure(args)
+        head = ["masks", "KL text", "KL tasks", "gold lost", "perplexity", "accuracy", "stderr"]
+        print(table([head, *(list(row.values()) for row in rows)]))
         write_json(args.output, {"settings": {**vars(args), "output": None}, "rows": rows})
-    return 0
 
-
-@terminal.shown()
-def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    asked = args.masks.split(",")
-    if unknown := [name for name in asked if name not in MASKS]:
-        raise UserError(f"--masks names {', '.join(unknown)}; there are {', '.join(MASKS)}")
-    dense = tune_prune.open(
-        args.model, data_dir=args.data_dir, seed=args.seed, dtype="float32", perplexity_tokens=args.perplexity_tokens
-    )
-    source, embedded = catalog.resolve(args.model, None), uses_embedded_data(dense.run)
-    text = calibration.resolve(args.calibration, dense.run.data_dir, source.kind == "embedded")
-    tokens = calibration.tokens_of(dense.tokenizer, text)
-    windows = calibration.samples(tokens, args.seq_len, args.samples, args.seed)
-    run = replace(dense.run, data_dir=EMBEDDED_DATA if embedded else dense.run.data_dir)
-    share = share_of(dense.model, dense.loaded().family, args.ratio)
-    known = dense.evaluate(args.limit, args.tasks)
-    rows = [row_of("dense", known, known)]
-    for name in asked:
-        loaded = loading.load_model(source, getattr(torch, run.dtype), dense.device)  # masks change it
-        apply(loaded.model, loaded.family, windows, share, MASKS[name])
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / name
-            loaded.model.save_pretrained(path)
-            loaded.tokenizer.save_pretrained(path)
-            masked = Model(replace(run, model=str(path), label=name), dense.device, base=args.model)
-            rows.append(row_of(name, masked.evaluate(args.limit, args.tasks, kl=True), known))
-    print(
-        table(
-            [
-                ["masks", "KL text", "KL tasks", "gold lost", "perplexity", "accuracy", "stderr"],
-                *map(list, map(dict.values, rows)),
-            ]
-        )
-    )
-    return rows
+    return exit_code(run)
 
 
 if __name__ == "__main__":

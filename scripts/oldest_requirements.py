@@ -7,7 +7,6 @@ Of each lower bound the newest patch: `transformers>=5.10` becomes `transformers
 
 from __future__ import annotations
 
-import argparse
 import re
 import tomllib
 from pathlib import Path
@@ -18,15 +17,13 @@ BOUND = re.compile(r"(?P<package>[\w.-]+(\[[\w,-]+\])?)(>=(?P<major>\d+)(\.(?P<r
 
 def oldest(requirement: str) -> str:
     """The requirement `package>=version` as `package==version.*`; 17 is 17.0. Raises ValueError for one of another form."""
-    found = BOUND.match(requirement.replace(" ", ""))
-    if found is None:
+    bound = BOUND.match(requirement.replace(" ", ""))
+    if bound is None:
         raise ValueError(f"{requirement!r} is not of the form package>=version")
-    return found["package"] + (f"=={found['major']}.{found['rest'] or 0}.*" if found["major"] else "")
+    return bound["package"] + (f"=={bound['major']}.{bound['rest'] or 0}.*" if bound["major"] else "")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(argv)
+def main() -> None:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         print(oldest(requirement))

@@ -57,19 +57,26 @@ def _salience(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def removal_passes(loaded: LoadedModel, windows: Tensor, kinds: Sequence[str]) -> dict[str, np.ndarray]:
-    """Losses in nats [layers, samples] without each block of `kinds`, and of the dense model [1, samples] as "dense"."""
+def removal_passes(
+    loaded: LoadedModel, windows: Tensor, kinds: Sequence[str], in_batches: bool = False
+) -> dict[str, np.ndarray]:
+    """Losses in nats [layers, samples] without each block of `kinds`, and of the dense model [1, samples] as "dense": sample by
+    sample, or `in_batches` and with the head of the search."""
+    head = NextTokenLosses(loaded.model) if in_batches else None
 
-    def losses() -> list[float]:
-        return [_loss(loaded.model, sample[None]) for sample in windows]
+    def losses() -> np.ndarray:
+        if head is None:
+            return np.array([_loss(loaded.model, sample[None]) for sample in windows])
+        step = batch_size(windows.shape[1], loaded.model.device.type)
+        return np.concatenate([head(batch).mean(dim=1).double().numpy() for batch in windows.split(step)])
 
-    by_kind = {"dense": np.array([losses()])}
+    by_kind = {"dense": losses()[None]}
     for kind in kinds:
         rows = []
         for layer in decoder_layers(loaded.model, loaded.family):
             with without_block(loaded, layer, kind):
                 rows.append(losses())
-        by_kind[kind] = np.array(rows)
+        by_kind[kind] = np.stack(rows)
     return by_kind
 
 
@@ -84,26 +91,6 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, window: int) -> float:
 
 def _loss(model: PreTrainedModel, sample: Tensor) -> float:
     return model(input_ids=sample, labels=sample, use_cache=False).loss.item()
-
-
-@torch.inference_mode()
-def naive_removal_losses(loaded: LoadedModel, windows: torch.Tensor, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Losses in nats [layers, samples] without each block, one whole forward pass for every layer, and the dense one."""
-    losses = NextTokenLosses(loaded.model)
-    parts: dict[str, list[np.ndarray]] = {kind: [] for kind in ("dense", *kinds)}
-    for batch in windows.split(batch_size(windows.shape[1], loaded.model.device.type)):
-        parts["dense"].append(_means(losses(batch))[None])
-        for kind in kinds:
-            rows = []
-            for layer in decoder_layers(loaded.model, loaded.family):
-                with without_block(loaded, layer, kind):
-                    rows.append(_means(losses(batch)))
-            parts[kind].append(np.stack(rows))
-    return {kind: np.concatenate(arrays, axis=1) for kind, arrays in parts.items()}
-
-
-def _means(losses: torch.Tensor) -> np.ndarray:
-    return losses.mean(dim=1).double().numpy()
 
 
 @contextmanager

@@ -27,8 +27,10 @@ from typing import Any
 import questions_text
 import yaml
 from quality_table import markdown, rows_of
-from study_smollm2 import ROOT, as_recorded, command, ended, folder, names_of
+from script_tools import script_parser
+from study_smollm2 import ROOT, as_recorded, command, folder, names_of
 
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.data import calibration
@@ -49,6 +51,7 @@ class Study:
         self.study = STUDIES[args.study]
         self.data = ["--data-dir", args.data_dir] if args.data_dir else []
         self.results = Path(args.storage_path).absolute()
+        self.flags = ["--storage-path", str(self.results), *self.study["flags"], *self.data, *self.more]
         self.spaces = self.results / "quality-spaces"
         tables = self.study["tables"]
         if unknown := [name for name in args.tables if name not in tables]:
@@ -75,9 +78,8 @@ class Study:
         for number, space in enumerate(self.study["searches"][search]):
             path = self.space(f"{search}-{number + 1}", space)
             for model in self.study["models"]:
-                flags = ["--model", model, "--storage-path", str(self.results), *self.study["flags"], *self.data]
-                name = self.experiment(search, model).name
-                command("search", *flags, *self.more, "--search-space", str(path), "--name", name)
+                flags = [*self.flags, "--model", model, "--name", self.experiment(search, model).name]
+                command("search", *flags, "--search-space", str(path))
 
     def experiment(self, search: str, model: str) -> Path:
         return self.results / f"quality-{search}-{model}"
@@ -147,9 +149,7 @@ def against(rows: list[dict[str, Any]], record: list[dict[str, Any]], name: Path
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    p = script_parser(__doc__, allow_abbrev=False)
     p.add_argument("study", choices=list(STUDIES), help="before any flag of a search")
     p.add_argument("--data-dir", metavar="DIR", help="task and text files (docs/data.md; default: the hub's)")
     p.add_argument("--tables", type=names_of, default=[], metavar="A,B", help="these tables alone (default: all)")
@@ -159,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return ended(lambda: Study(*parser().parse_known_args(argv)).run())
+    return exit_code(lambda: Study(*parser().parse_known_args(argv)).run())
 
 
 if __name__ == "__main__":

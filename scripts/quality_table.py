@@ -7,35 +7,28 @@ items, texts and draws.
 What is lost is the KL to the dense model, on the perplexity text and on questions with their right answers, and the log-probability
 of right choices (mean of the tasks). Regained: 1 - loss / loss of the reference, by the mean over draws of calibration samples. Its
 standard error is paired: over blocks of text, or the items of all tasks as of one, to first order; of several draws with what
-they differ by, which counts chance within a draw twice. Both are rather too wide.
-
-`seconds`: what making the model took, without measuring it: the median of the draws of which the records say it
-(`making_seconds`). Trained configurations stand in a table of their own.
+they differ by, which counts chance within a draw twice. Both are rather too wide. Trained configurations stand in a table of
+their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from making_seconds import making_seconds
+from script_tools import script_parser
 
 from tune_prune import load_results
 from tune_prune.analysis.input.items import GOLD, dense_folder, gold_logprobs, kl_blocks
 from tune_prune.analysis.statistics.draws import mean_of_draws
-from tune_prune.commands.flags import output_file
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.kinds import Choice
 
 MEASURES = {"kl_text": "KL text", "kl_tasks": "KL tasks", GOLD: "gold logprob"}
 
@@ -55,14 +48,13 @@ def losses(folders: list[str], dense: pd.Series) -> Losses:
     """Read the losses of the trials of all draws; `dense`: log-probabilities of right choices."""
     values: dict[str, list[np.ndarray]] = {}
     weights: dict[str, np.ndarray] = {}
+    sizes = dense.groupby(level="task").transform("size")
     for folder in folders:
         gold = gold_logprobs(folder)
         if gold is None or not gold.index.equals(dense.index):
             raise UserError(f"{folder} was not measured on the dense model's items; search again with equal settings")
-        found = {name: (blocks, blocks.index.get_level_values(1)) for name, blocks in kl_blocks(folder).items()}
-        sizes = dense.groupby(level="task").transform("size")
-        found[GOLD] = dense - gold, 1 / sizes
-        for name, (series, weight) in found.items():
+        measured = {name: (blocks, blocks.index.get_level_values(1)) for name, blocks in kl_blocks(folder).items()}
+        for name, (series, weight) in (measured | {GOLD: (dense - gold, 1 / sizes)}).items():
             values.setdefault(name, []).append(series.to_numpy(np.float64))
             weights[name] = np.asarray(weight, np.float64) / np.sum(np.asarray(weight, np.float64))
     return Losses({name: np.stack(draws) for name, draws in values.items()}, weights)
@@ -71,16 +63,16 @@ def losses(folders: list[str], dense: pd.Series) -> Losses:
 def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, float]:
     """1 - other's loss / the reference's, and its standard error. Of several draws, which both have, the error of the draws is that
     of their mean; observations are shared by all draws."""
-    base, own, weights = reference.values[measure], other.values[measure], reference.weights[measure]
+    base, values, weights = reference.values[measure], other.values[measure], reference.weights[measure]
     lost = float((base @ weights).mean())
-    share = 1 - float((own @ weights).mean()) / lost
+    share = 1 - float((values @ weights).mean()) / lost
     # To first order the ratio of means is the mean of these.
-    parts = (base - own).mean(axis=0) - share * base.mean(axis=0)
+    parts = (base - values).mean(axis=0) - share * base.mean(axis=0)
     n = len(parts)
     of_items = n / (n - 1) * float(np.square(weights * parts).sum()) / lost**2 if n > 1 else math.nan
     of_draws = 0.0
     if len(base) > 1:
-        by_draw = ((base - own) @ weights - share * (base @ weights)) / lost
+        by_draw = ((base - values) @ weights - share * (base @ weights)) / lost
         of_draws = float(by_draw.var(ddof=1)) / len(by_draw)
     return share, float(np.sqrt(of_items + of_draws))
 
@@ -88,47 +80,50 @@ def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, flo
 def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
     """A row per model and configuration, of searches in those `folders`, that has every draw of the reference; trained ones among
     the others of their model. Raises UserError where that is not there."""
-    rows = []
-    models = [model for folder in folders for model in load_results(folder).findings.study.models.values()]
-    for of in dict.fromkeys((model.base, model.ratio) for model in models):
-        alike = [model for model in models if (model.base, model.ratio) == of]
-        label = alike[0].label
-        run_seeds = [0 if model.source is None else model.source["seed"] for model in alike]
-        parts = [
-            model.rows[model.rows["success"]].assign(run_seed=s) for model, s in zip(alike, run_seeds, strict=True)
-        ]
-        own = pd.concat(parts, ignore_index=True)
-        own["seconds"] = making_seconds(own["output_dir"])
-        # A configuration's name says its seed where that is not the run's.
-        seeds = own["seed"].fillna(own["run_seed"]).astype(int)
-        pairs = zip(own["name"], seeds, strict=True)
-        names = pd.Series([re.sub(rf"-r{seed}(?=-|$)", "", name) for name, seed in pairs], own.index)
-        groups = {name: dict(zip(seeds[part], part, strict=True)) for name, part in own.groupby(names).groups.items()}
-        if reference not in groups:
-            raise UserError(f"{reference} was not measured on {label}; there are {', '.join(groups)}")
-        dense = gold_logprobs(dense_folder(alike[0]))
-        if dense is None:
-            raise UserError(f"there are no items of the dense {label}; search again with the same command")
-        draws = sorted(groups[reference])
-        base = losses([own.loc[groups[reference][draw], "output_dir"] for draw in draws], dense)
-        for name, members in groups.items():
-            if not set(draws) <= set(members):
-                continue
-            chosen = own.loc[[members[draw] for draw in draws]]
-            found = losses(list(chosen["output_dir"]), dense)
-            if any(base.values[of].shape != values.shape for of, values in found.values.items()):
-                raise UserError(
-                    f"{name} was measured on other texts than {reference}; search again with equal settings"
-                )
-            row = {"model": label, "configuration": name, "draws": len(draws)}
-            row |= {"ppl": mean_of_draws(chosen["ppl"]), "accuracy": chosen["acc_mean"].mean()}
-            taken = float(chosen["seconds"].median())  # of those that are known
-            row["seconds"] = None if math.isnan(taken) else taken
-            for measure in found.values:
-                share, error = regained(base, found, measure)
-                row |= {measure: found.mean(measure), f"{measure}_regained": share, f"{measure}_stderr": error}
-            rows.append(row)
+    by_model: dict[tuple[Any, ...], list[Any]] = {}
+    for folder in folders:
+        for model in load_results(folder).findings.study.models.values():
+            by_model.setdefault((model.base, model.ratio), []).append(model)
+    rows = [row for models in by_model.values() for row in _rows_of_model(models, reference)]
     return sorted(rows, key=lambda row: (row["model"], row["kl_tasks"]))
+
+
+def _rows_of_model(models: list[Any], reference: str) -> list[dict[str, Any]]:
+    """The rows of one model at one ratio, which several searches may have measured."""
+    label = models[0].label
+    trials = pd.concat(
+        [
+            model.rows[model.rows["success"]].assign(run_seed=0 if model.source is None else model.source["seed"])
+            for model in models
+        ],
+        ignore_index=True,
+    )
+    # A configuration's name says its seed where that is not the run's.
+    seeds = trials["seed"].fillna(trials["run_seed"]).astype(int)
+    names = [re.sub(rf"-r{seed}(?=-|$)", "", name) for name, seed in zip(trials["name"], seeds, strict=True)]
+    by_name = {name: part.set_index(seeds[part.index]).groupby(level=0).tail(1) for name, part in trials.groupby(names)}
+    if reference not in by_name:
+        raise UserError(f"{reference} was not measured on {label}; there are {', '.join(by_name)}")
+    dense = gold_logprobs(dense_folder(models[0]))
+    if dense is None:
+        raise UserError(f"there are no items of the dense {label}; search again with the same command")
+    draws = sorted(by_name[reference].index)
+    base = losses(list(by_name[reference].loc[draws, "output_dir"]), dense)
+    rows = []
+    for name, members in by_name.items():
+        if not set(draws) <= set(members.index):
+            continue
+        chosen = members.loc[draws]
+        lost = losses(list(chosen["output_dir"]), dense)
+        if any(base.values[measure].shape != values.shape for measure, values in lost.values.items()):
+            raise UserError(f"{name} was measured on other texts than {reference}; search again with equal settings")
+        row = {"model": label, "configuration": name, "draws": len(draws)}
+        row |= {"ppl": mean_of_draws(chosen["ppl"]), "accuracy": chosen["acc_mean"].mean()}
+        for measure in lost.values:
+            share, error = regained(base, lost, measure)
+            row |= {measure: lost.mean(measure), f"{measure}_regained": share, f"{measure}_stderr": error}
+        rows.append(row)
+    return rows
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -147,10 +142,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def _trained(row: dict[str, Any]) -> bool:
     """Whether a configuration has a recovery, which is in its name."""
-    recovery = HYPERPARAMETERS["recovery"]
-    assert isinstance(recovery.kind, Choice)
-    names = [recovery.in_name(value) for value in recovery.kind.names if value != recovery.default]
-    return any(re.search(rf"-{name}(?=-|$)", row["configuration"]) for name in names)
+    return "-lora" in row["configuration"]
 
 
 def _reference(row: dict[str, Any]) -> bool:
@@ -159,7 +151,7 @@ def _reference(row: dict[str, Any]) -> bool:
 
 
 def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
-    """With a column `seconds`, which older records do not have, or without."""
+    """The rows as Markdown; `seconds`: with those that made the model, which some records of docs/studies have."""
     head = [
         "model",
         "configuration",
@@ -167,8 +159,8 @@ def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
         *(f"{label} | regained" for label in MEASURES.values()),
         "perplexity",
         "accuracy",
-        *["seconds"] * seconds,
     ]
+    head += ["seconds"] * seconds
     lines = [f"| {' | '.join(head)} |", "|---" * (len(head) + len(MEASURES)) + "|"]
     for row in rows:
         cells = [row["model"], f"`{row['configuration']}`", str(row["draws"])]
@@ -182,30 +174,21 @@ def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
     return "\n".join(lines)
 
 
-def shown(
-    rows_of: Callable[[], list[dict[str, Any]]], table: Callable[[list[dict[str, Any]]], str], output: Path | None
-) -> int:
-    """Prints the table of the rows and writes them to `output` as JSON; the exit code, 2 where they raise UserError."""
-    try:
-        rows = rows_of()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(table(rows))
-    if output:
-        atomic_write_text(output, to_json(rows))
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "also as JSON")
     parser.add_argument("experiments", nargs="+", help="their folders")
     parser.add_argument(
         "--reference", required=True, metavar="NAME", help="the configuration whose losses are regained"
     )
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
-    return shown(lambda: rows_of(args.experiments, args.reference), markdown, args.output)
+
+    def run() -> None:
+        rows = rows_of(args.experiments, args.reference)
+        print(markdown(rows))
+        if args.output:
+            atomic_write_text(args.output, to_json(rows))
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

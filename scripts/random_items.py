@@ -70,7 +70,7 @@ def score_as_hflm(model: PreTrainedModel, items: list[list[Request]]) -> np.ndar
     for index, request in enumerate(requests):
         sharing.setdefault(request.inputs.tobytes(), []).append(index)
     rows = sorted(sharing.values(), key=lambda members: -len(requests[members[0]].inputs))
-    found = np.zeros(len(requests))
+    log_likelihoods = np.zeros(len(requests))
     for start in range(0, len(rows), HFLM_ROWS):
         batch = rows[start : start + HFLM_ROWS]
         ids = np.zeros((len(batch), len(requests[batch[0][0]].inputs)), dtype=np.int64)
@@ -83,5 +83,5 @@ def score_as_hflm(model: PreTrainedModel, items: list[list[Request]]) -> np.ndar
             for request, index in ((requests[index], index) for index in members):
                 at = slice(len(request.inputs) - len(request.targets), len(request.inputs))
                 targets = torch.from_numpy(request.targets).to(model.device)
-                found[index] = log_probs[row, at].gather(1, targets[:, None]).sum().item()
-    return found
+                log_likelihoods[index] = log_probs[row, at].gather(1, targets[:, None]).sum().item()
+    return log_likelihoods

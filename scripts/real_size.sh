@@ -16,10 +16,7 @@
 #   smollm2   SmolLM2-135M: all of these commands
 #
 # Options:
-#   --work DIR      models, data and results go there; a model that is there is used again
-#   --data DIR      tasks and text in the layout of docs/data.md (default: those that come with tune_prune)
-#   --tasks A,B     two of its tasks (default: boolq,piqa)
-#   --output FILE   the numbers as JSON (default: real_size.json in --work)
+#   --work DIR      models, data and results go there; a model that is there is used again; real_size.json has the numbers
 #   --dtype D       what they compute in (default: bfloat16; float32 where the CPU has no instructions for that)
 #   --layers N, --vocab N    smaller models, to try the commands
 #   --print         the commands, without running them
@@ -33,10 +30,9 @@ set -uo pipefail
 here=$PWD
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python}
-time_command=${TIME_COMMAND:-/usr/bin/time}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-work='' data='' tasks=boolq,piqa output='' dtype=bfloat16 only_print='' failed=0
+work='' dtype=bfloat16 tasks=boolq,piqa only_print='' failed=0
 steps=() smaller=()
 
 refuse() {
@@ -44,22 +40,12 @@ refuse() {
     exit 2
 }
 
-absolute() {
-    case $1 in
-        /*) echo "$1" ;;
-        *) echo "$here/$1" ;;
-    esac
-}
-
 while [ $# -gt 0 ]; do
     case $1 in
-        --work | --data | --tasks | --output | --dtype | --layers | --vocab) [ $# -gt 1 ] || refuse "$1 needs a value; see $0 --help" ;;
+        --work | --dtype | --layers | --vocab) [ $# -gt 1 ] || refuse "$1 needs a value; see $0 --help" ;;
     esac
     case $1 in
-        --work) work=$(absolute "$2") && shift ;;
-        --data) data=$(absolute "$2") && shift ;;
-        --tasks) tasks=$2 && shift ;;
-        --output) output=$(absolute "$2") && shift ;;
+        --work) work=$(cd "$here" && realpath -m -- "$2") && shift ;;
         --dtype) dtype=$2 && shift ;;
         --layers | --vocab) smaller+=("$1" "$2") && shift ;;
         --print) only_print=yes ;;
@@ -71,106 +57,75 @@ while [ $# -gt 0 ]; do
 done
 [ ${#steps[@]} -gt 0 ] || refuse "no step is named; name some of mistral, llama, qwen, 1b, 70b, recipe and smollm2"
 [ -n "$work" ] || refuse "--work is missing; name a folder with room for the models (14.5 GB for mistral)"
-[ -z "$data" ] || [ -d "$data/tasks" ] || refuse "--data $data has no folder tasks; docs/data.md has the layout"
-# All is measured before the file is written.
-into=$(dirname "$output")
-if [ -n "$output" ] && { [ -d "$output" ] || [ ! -w "$into" ] && [ "$into" != "$work" ]; }; then
-    refuse "--output $output cannot be written; name a file in an existing folder"
-fi
-output=${output:-$work/real_size.json}
 export HF_MODULES_CACHE=$work/modules # of the code in a checkpoint
 
-# The first items of the tasks, as much of the text as one window holds, and calibration text.
+# The first items of the tasks, and as much of the text as one window holds.
 make_data() {
-    local from=${data:-} task file
+    local task
     rm -rf "$work/data"
     mkdir -p "$work/data/text" || exit
     for task in ${tasks//,/ }; do
-        file=$(compgen -G "${from:-tune_prune/embedded}/tasks/$task/*.jsonl" | head -n 1)
-        [ -n "$file" ] || refuse "--tasks $task has no items in ${from:-tune_prune/embedded}/tasks/$task; name a task that has"
         mkdir -p "$work/data/tasks/$task"
-        head -n 4 "$file" > "$work/data/tasks/$task/${file##*/}"
-        file=${file%/*}/task.yaml
-        [ ! -f "$file" ] || cp "$file" "$work/data/tasks/$task/"
+        cp "tune_prune/embedded/tasks/$task/task.yaml" "$work/data/tasks/$task/"
+        head -n 4 "tune_prune/embedded/tasks/$task/test.jsonl" > "$work/data/tasks/$task/test.jsonl"
     done
-    file=tune_prune/embedded/perplexity.txt
-    [ -z "$from" ] || file=$from/text/wikitext2-raw.test.txt
-    [ -f "$file" ] || refuse "--data $from has no text/wikitext2-raw.test.txt; docs/data.md has the layout"
-    head -c 1500 "$file" | iconv -c -f UTF-8 -t UTF-8 > "$work/data/text/wikitext2-raw.test.txt"
+    head -c 1500 tune_prune/embedded/perplexity.txt > "$work/data/text/wikitext2-raw.test.txt"
 }
 
 # measured WHAT COMMAND...: its peak memory, time and, where it says so, planned memory become a row.
 measured() {
-    local what=$1 log peak started=$EPOCHREALTIME code
+    local what=$1 log
     shift
     if [ -n "$only_print" ]; then
         printf '%q ' "$@"
         echo
         return
     fi
-    log="$work/log/$step-${what// /-}"
+    log="$work/log/$step-${what// /-}.txt"
     mkdir -p "$work/log"
     echo "[$step] $what"
-    if [ -x "$time_command" ]; then
-        "$time_command" -v -o "$log.time" "$@" > "$log.txt" 2>&1
-    else
-        "$python" -c 'import resource, subprocess, sys
-code = subprocess.call(sys.argv[2:])
-peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-open(sys.argv[1], "w").write(f"\tMaximum resident set size (kbytes): {peak}\n")
-sys.exit(code)' "$log.time" "$@" > "$log.txt" 2>&1
-    fi
-    code=$?
-    peak=$(sed -n 's/.*Maximum resident set size (kbytes): //p' "$log.time")
-    printf '%s\t%s\t%s\t%s\t%s\t%s\t%s\n' "$step" "$what" "$code" "$started" "$EPOCHREALTIME" "$peak" \
-        "$(sed -n 's/^memory  *\([0-9.]* [KMGT]iB\).*/\1/p' "$log.txt" | head -n 1)" >> "$work/rows.tsv"
-    if [ "$code" -ne 0 ]; then
-        failed=1
-        echo "[$step] $what ended with code $code; its last lines ($log.txt):" >&2
-        tail -n 5 "$log.txt" >&2
-    fi
-    return "$code"
+    "$python" - "$work/rows.jsonl" "$log" "$step" "$what" "$@" << 'PYTHON' && return
+import json, re, resource, subprocess, sys, time
+
+rows, log, step, what, *command = sys.argv[1:]
+started = time.monotonic()
+with open(log, "wb") as output:
+    code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+planned = re.search(r"^memory +([\d.]+) ([MGT])iB", open(log, errors="replace").read(), re.MULTILINE)
+row = {
+    "step": step,
+    "what": what,
+    "exit_code": code,
+    "minutes": (time.monotonic() - started) / 60,
+    "peak_gib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20,
+    "planned_gib": float(planned[1]) * {"M": 2**-10, "G": 1, "T": 2**10}[planned[2]] if planned else None,
+}
+with open(rows, "a") as file:
+    print(json.dumps(row), file=file)
+if code:
+    last = "".join(open(log, errors="replace").readlines()[-5:])
+    print(f"[{step}] {what} ended with code {code}; its last lines ({log}):\n{last}", end="", file=sys.stderr)
+sys.exit(code)
+PYTHON
+    failed=1
+    return 1
 }
 
 # shellcheck disable=SC2329 # a trap calls it
 report() {
-    [ -f "$work/rows.tsv" ] || return
-    "$python" - "$work/rows.tsv" "$output" << 'PYTHON'
-import json
-import os
-import platform
-import sys
+    [ -f "$work/rows.jsonl" ] || return
+    "$python" - "$work/rows.jsonl" "$work/real_size.json" << 'PYTHON'
+import json, os, platform, sys
 
-GIB = {"MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
-rows = []
-for line in open(sys.argv[1], encoding="utf-8"):
-    step, what, code, start, end, peak, planned = line.rstrip("\n").split("\t")
-    count, _, unit = planned.partition(" ")
-    rows.append(
-        {
-            "step": step,
-            "what": what,
-            "exit_code": int(code),
-            "minutes": (float(end) - float(start)) / 60,
-            "peak_gib": int(peak) / 2**20 if peak else None,
-            "planned_gib": float(count) * GIB[unit] if unit else None,
-        }
-    )
+rows = [json.loads(line) for line in open(sys.argv[1])]
 about = {"cpus": os.cpu_count(), "processor": platform.machine(), "load": os.getloadavg()}
-with open(sys.argv[2], "w", encoding="utf-8") as file:
+with open(sys.argv[2], "w") as file:
     json.dump({"benchmark": "real size", "machine": about, "rows": rows}, file, indent=2)
-    file.write("\n")
-
-
-def gib(value):
-    return "-" if value is None else f"{value:.1f} GiB"
-
-
-print(f"\n{'step':<9} {'what':<22} {'minutes':>8} {'peak':>10} {'planned':>10}")
+print(f"\n{'step':<9} {'what':<22} {'minutes':>8} {'peak':>6} {'planned':>8}  (GiB)")
 for row in rows:
+    planned = "-" if row["planned_gib"] is None else f"{row['planned_gib']:.1f}"
     failed = f"  failed ({row['exit_code']})" if row["exit_code"] else ""
-    peak, planned = gib(row["peak_gib"]), gib(row["planned_gib"])
-    print(f"{row['step']:<9} {row['what']:<22} {row['minutes']:8.1f} {peak:>10} {planned:>10}{failed}")
+    print(f"{row['step']:<9} {row['what']:<22} {row['minutes']:8.1f} {row['peak_gib']:6.1f} {planned:>8}{failed}")
 print(f"\nwritten to {sys.argv[2]}")
 PYTHON
 }
@@ -219,7 +174,7 @@ prune_and_evaluate() {
 
 if [ -z "$only_print" ]; then
     make_data
-    rm -f "$work/rows.tsv"
+    rm -f "$work/rows.jsonl"
     trap report EXIT
 fi
 for step in "${steps[@]}"; do

@@ -1,4 +1,4 @@
-"""What the intervals with draws of calibration samples are worth, and what adaptive draws save: simulated, of known truth.
+"""Simulations, whose truth is known, of the intervals with draws of calibration samples, and of what adaptive draws save.
 
     python scripts/simulate_draws.py                        # everything, about an hour of one core
     python scripts/simulate_draws.py --repeats 50 --output draws.json
@@ -18,18 +18,16 @@ adaptive    `--draws N` of a grid with the accuracies of a published one: how of
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from typing import Any
 
 import numpy as np
 from scipy.special import ndtr, ndtri
 from scipy.stats import norm
+from script_tools import COUNT, script_parser, table
 
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare
 from tune_prune.analysis.statistics.draws import DrawVariance, interaction, next_draws, pooled
-from tune_prune.commands.flags import output_file
-from tune_prune.core.errors import whole_number
 from tune_prune.core.files import atomic_write_text, to_json
 
 # Parts of the latent variance: of an item, and of an item for a configuration; the rest is of the draw.
@@ -67,15 +65,15 @@ def simulated(
     width = sd / norm.pdf(quantiles)
     mine = generator.standard_normal((draws, count))
     shift = width * (np.sqrt(together) * generator.standard_normal((draws, 1)) + np.sqrt(1 - together) * mine)
-    found = []
+    scores = []
     for _ in range(tasks):
         latent = np.sqrt(SHARED) * generator.standard_normal((items, 1), dtype=np.float32)
         latent = latent + np.sqrt(OWN) * generator.standard_normal((items, count), dtype=np.float32)
-        own = generator.standard_normal((draws, items, count), dtype=np.float32)
+        noise = generator.standard_normal((draws, items, count), dtype=np.float32)
         rest = np.float32(np.sqrt(1 - SHARED - OWN))
-        margins = (quantiles + shift)[:, None, :] - (latent + rest * own)
-        found.append((margins > 0).astype(np.float64) if by == "accuracy" else margins.astype(np.float64))
-    return found, ndtr(quantiles / np.sqrt(1 + width**2))
+        margins = (quantiles + shift)[:, None, :] - (latent + rest * noise)
+        scores.append((margins > 0).astype(np.float64) if by == "accuracy" else margins.astype(np.float64))
+    return scores, ndtr(quantiles / np.sqrt(1 + width**2))
 
 
 def compared(
@@ -84,12 +82,12 @@ def compared(
     """Return the accuracies over the first `counts` draws of each configuration, and what `compare` says of them."""
     draws = len(scores[0])
     used = (np.arange(draws)[:, None] < counts)[:, None, :]
-    means = {str(task): (own * used).sum(axis=0) / counts for task, own in enumerate(scores)}
+    means = {str(task): (values * used).sum(axis=0) / counts for task, values in enumerate(scores)}
     paired = PairedScores(means, np.arange(len(counts)))
     parts = []
     for column in np.flatnonzero(counts > 1):
-        by_task = {str(task): own[: counts[column], :, column] for task, own in enumerate(scores)}
-        of_draws = np.mean([own.mean(axis=1) for own in by_task.values()], axis=0)
+        by_task = {str(task): values[: counts[column], :, column] for task, values in enumerate(scores)}
+        of_draws = np.mean([values.mean(axis=1) for values in by_task.values()], axis=0)
         parts.append((of_draws, interaction(by_task)["acc_mean"]))
     between = pooled(parts) if parts else None
     spreads = [] if between is None else [(between, 1 / counts)]
@@ -132,7 +130,7 @@ def adaptive(
     same, lost, share, sizes = [], [], [], []
     for _ in range(repeats):
         scores, truth = simulated(generator, generator.permutation(GRID), draws, sd, items, 7, 0.0, by)
-        every = np.mean([own.mean(axis=(0, 1)) for own in scores], axis=0)
+        every = np.mean([values.mean(axis=(0, 1)) for values in scores], axis=0)
         counts = np.ones(len(GRID), dtype=int)
         while True:
             accuracies, _, between = compared(scores, counts, generator, 2)
@@ -146,35 +144,28 @@ def adaptive(
         share.append(counts.sum() / draws / len(counts))
         sizes.append(truth[best] - truth[winner])
     about = {"by": by, "items": 7 * items, "draws": draws, "sd_points": 100 * sd, "repeats": repeats}
-    found = {"lost": np.mean(lost), "same": np.mean(same), "points_lost": 100 * np.mean(sizes), "share": np.mean(share)}
-    return about | {name: float(value) for name, value in found.items()}
+    means = {"lost": np.mean(lost), "same": np.mean(same), "points_lost": 100 * np.mean(sizes), "share": np.mean(share)}
+    return about | {name: float(value) for name, value in means.items()}
 
 
 def shown(title: str, rows: list[dict[str, Any]]) -> None:
-    columns = list(rows[0])
-    cells = [columns] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
-    print(f"\n{title}")
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    cells = [[f"{value:.3f}" if isinstance(value, float) else value for value in row.values()] for row in rows]
+    print(f"\n{title}\n{table([list(rows[0]), *cells])}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--repeats", type=whole_number(1, 10**9), default=1000, help="studies of each setting (default: 1000)"
-    )
+    parser = script_parser(__doc__, "write the rows as JSON")
+    parser.add_argument("--repeats", type=COUNT, default=1000, help="studies of each setting (default: 1000)")
     parser.add_argument("--only", choices=("coverage", "adaptive"), help="one part (default: all)")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args(argv)
     generator = np.random.default_rng(0)
     rows: dict[str, list[dict[str, Any]]] = {}
-    if args.only in (None, "coverage"):
+    if args.only != "adaptive":
         settings = [(*setting, 0.0) for setting in itertools.product(WHO, (2, 3, 5), RATIOS)]
-        settings += [("all", draws, ratio, 0.5) for draws, ratio in itertools.product((3,), RATIOS[1:])]
+        settings += [("all", 3, ratio, 0.5) for ratio in RATIOS[1:]]
         rows["coverage"] = [coverage(*setting, args.repeats, generator) for setting in settings]
         shown("coverage of 95% intervals, and of the confidence set", rows["coverage"])
-    if args.only in (None, "adaptive"):
+    if args.only != "coverage":
         grids = [(*grid, "accuracy") for grid in itertools.product((100, 300), (3, 5), (0.003, 0.007, 0.015))]
         grids += [(100, 3, sd, "gold_logprob") for sd in (0.003, 0.007, 0.015)]
         repeats = max(1, args.repeats // 2)

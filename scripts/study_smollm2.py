@@ -12,29 +12,26 @@ other experiments of --storage-path have computed is taken from there.
 2 contenders  the best of each method by --rule (or --contenders) on three draws
 3 control     random removal of 20%, three draws
 4 ratios      the best contender by --rule (or --ratios-of) at 10%, 20% and 30%, three draws each
-5 analysis    of all of them by --rule: report.html, figures and tables to --output, with a CSV of each step, the dense model and
-              every difference with its errors (scripts/study_comparisons.py)
+5 analysis    of all of them by --rule: report.html, figures and tables to --output, with a CSV of each step and the dense model
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import study_comparisons
 import yaml
+from script_tools import script_parser
 
 from tune_prune import load_results
 from tune_prune.analysis.statistics.rules import NEEDS, RULES
+from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
@@ -54,17 +51,13 @@ class Study:
     def __init__(self, args: argparse.Namespace, more: list[str]) -> None:
         self.args = args
         self.results = Path(args.storage_path).absolute()
-        flags: list[Any] = ["--model", args.model, "--storage-path", self.results]
-        flags += ["--data-dir", args.data_dir] if args.data_dir else []
-        flags += ["--limit", args.limit] if args.limit else []
-        flags += ["--perplexity-tokens", args.perplexity_tokens] if args.perplexity_tokens else []
-        self.flags = [*map(str, flags), *more, *as_recorded(more)]
+        self.flags = ["--model", args.model, "--storage-path", str(self.results), *more, *as_recorded(more)]
+        for name in ("data_dir", "limit", "perplexity_tokens"):
+            if value := getattr(args, name):
+                self.flags += [f"--{name.replace('_', '-')}", str(value)]
 
     def folder(self, step: str) -> Path:
-        return self.results / self.name(step)
-
-    def name(self, step: str) -> str:
-        return f"{self.args.name}-{step}"
+        return self.results / f"{self.args.name}-{step}"
 
     def run(self) -> None:
         """Raises UserError for contenders that the grid does not have, before anything runs."""
@@ -78,88 +71,75 @@ class Study:
         self.search("grid", self.args.search_space)
         if "--dry-run" in self.flags:
             return
-        for contender in self.contenders():
-            space = self.space(f"contenders-{contender['name']}", values_of(contender) | {"seed": DRAWS})
+        best = self.measured("grid", self.args.contenders)
+        if not self.args.contenders:
+            best = pd.concat([self.chosen(rows) for _, rows in best.groupby("method")])
+        for _, row in best.iterrows():
+            space = self.space(f"contenders-{row['name']}", values_of(row) | {"seed": DRAWS})
             self.search("contenders", space)
         self.search("control", self.space("control", {"method": "random", "seed": DRAWS}))
-        for best in self.named("grid", self.args.ratios_of) or [self.chosen(self.measured("contenders"))]:
-            values = values_of(best) | {"seed": DRAWS, "pruning_ratio": RATIOS}
-            self.search("ratios", self.space(f"ratios-{best['name']}", values))
+        named = self.args.ratios_of
+        best = self.measured("grid", named) if named else self.chosen(self.measured("contenders"))
+        for _, row in best.iterrows():
+            values = values_of(row) | {"seed": DRAWS, "pruning_ratio": RATIOS}
+            self.search("ratios", self.space(f"ratios-{row['name']}", values))
         self.analyse()
 
-    def search(self, step: str, space: str | Path, *flags: str) -> None:
-        command("search", *self.flags, *flags, "--search-space", str(space), "--name", self.name(step))
+    def search(self, step: str, space: str | Path) -> None:
+        command("search", *self.flags, "--search-space", str(space), "--name", self.folder(step).name)
 
     def space(self, name: str, values: dict[str, Any]) -> Path:
-        """A search space of these values alone, as a file."""
+        """Write a search space of these values alone."""
         path = self.results / f"{self.args.name}-{name}.yaml"
         usual = {"search": "grid", "seq_len": [16], "num_samples": [128]}  # of the grid, for a method that reads none
         listed = {key: value if isinstance(value, (list, str)) else [value] for key, value in (usual | values).items()}
         atomic_write_text(path, yaml.safe_dump(listed, sort_keys=False))
         return path
 
-    def measured(self, step: str) -> pd.DataFrame:
-        """The configurations of a step, means over their draws. Raises UserError where none is complete."""
-        for found in load_results(self.folder(step)).findings.models.values():
-            return found.eligible
-        raise UserError(
-            f"{self.folder(step)} has no complete trial; look into its ledger, and run the same command again"
-        )
+    def measured(self, step: str, names: list[str] | None = None) -> pd.DataFrame:
+        """Return the configurations of a step (those of `names`, in their order, where any is given), means over their draws.
+        Raises UserError where one has no complete trial."""
+        models = list(load_results(self.folder(step)).findings.models.values())
+        rows = models[0].eligible.set_index("name", drop=False) if models else pd.DataFrame()
+        lost = [name for name in names or () if name not in rows.index]
+        if lost or rows.empty:
+            raise UserError(
+                f"{(lost or ['the model'])[0]} has no complete trial in {self.folder(step)}; look into its ledger"
+            )
+        return rows.loc[names] if names else rows
 
-    def chosen(self, rows: pd.DataFrame) -> pd.Series:
-        """The best of these by the rule. Raises UserError where nothing of what it needs was measured."""
+    def chosen(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Return the best of these by the rule. Raises UserError where nothing of what it needs was measured."""
         rule = self.args.rule
         if not (names := RULES[rule](rows)):
             raise UserError(f"--rule {rule} needs {NEEDS[rule]}, which no trial of the study has; use --rule accuracy")
-        return rows[rows["name"] == names[0]].iloc[0]
-
-    def contenders(self) -> list[pd.Series]:
-        """Return the configurations that go on to three draws."""
-        methods = self.measured("grid").groupby("method")
-        return self.named("grid", self.args.contenders) or [self.chosen(own) for _, own in methods]
-
-    def named(self, step: str, names: list[str]) -> list[pd.Series]:
-        """These configurations of a step. Raises UserError for one without a complete trial."""
-        rows = self.measured(step)
-        if lost := [name for name in names if name not in set(rows["name"])]:
-            raise UserError(f"{lost[0]} has no complete trial in {self.folder(step)}; leave it out")
-        return [rows[rows["name"] == name].iloc[0] for name in names]
+        return rows[rows["name"] == names[0]]
 
     def analyse(self) -> None:
         output = Path(self.args.output)
         folders = [str(self.folder(step)) for step in STEPS]
         command("analysis", *folders, "--rule", self.args.rule, "--output", str(output))
         for step in STEPS:
-            atomic_write_text(output / f"{step}.csv", published(self.folder(step) / RESULTS))
-        atomic_write_text(output / "comparisons.csv", study_comparisons.table(study_comparisons.compared(self.folder)))
+            published = pd.read_csv(self.folder(step) / RESULTS, dtype=str, keep_default_na=False)
+            published[list(OF_MACHINE)] = ""
+            atomic_write_text(output / f"{step}.csv", published.to_csv(index=False, lineterminator="\n"))
         (model,) = load_results(self.folder("grid")).findings.study.models.values()
         atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
 
 
 def values_of(row: pd.Series) -> dict[str, Any]:
-    """A configuration of the results as a search space says it, without its draw and its ratio."""
-    found = {}
-    for name, of in HYPERPARAMETERS.items():
+    """Return a configuration of the results as a search space says it, without its draw and its ratio."""
+    values = {}
+    for name, parameter in HYPERPARAMETERS.items():
         value = row[name]
-        usual = name in ("seed", "pruning_ratio") or pd.isna(value) or value in ("", of.default)
-        if of.required or not usual:
-            found[name] = value.item() if hasattr(value, "item") else value
-    return found
-
-
-def published(path: Path) -> str:
-    """A results file without what it says of the machine."""
-    text = io.StringIO()
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        writer = csv.DictWriter(text, reader.fieldnames or [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | dict.fromkeys(OF_MACHINE, "") for row in reader)
-    return text.getvalue()
+        usual = name in ("seed", "pruning_ratio") or pd.isna(value) or value in ("", parameter.default)
+        if parameter.required or not usual:
+            values[name] = value.item() if hasattr(value, "item") else value
+    return values
 
 
 def as_recorded(more: list[str]) -> list[str]:
-    """The data type that the records of docs/studies were made in, unless the further flags name one."""
+    """Return the data type that the records of docs/studies were made in, unless the further flags name one."""
     return [] if any(word.startswith("--dtype") for word in more) else ["--dtype", "float32"]
 
 
@@ -186,16 +166,12 @@ def names_of(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        epilog="Further flags go to every search: --inline, --address auto, --dry-run, --gpus-per-trial 0.5, ...",
-    )  # fmt: skip
+    more = "Further flags go to every search: --inline, --address auto, --dry-run, --gpus-per-trial 0.5, ..."
+    p = script_parser(__doc__, allow_abbrev=False, epilog=more)
     p.add_argument("--model", default="smollm2", metavar="NAME", help="default: %(default)s")
     p.add_argument("--data-dir", metavar="DIR", help="task and text files (docs/data.md; default: the hub's)")
-    p.add_argument("--limit", type=int, default=0, metavar="N", help="at most this many items per task (default: all)")
-    p.add_argument(
-        "--perplexity-tokens", type=int, default=0, metavar="N", help="of the perplexity text, so many (default: all)"
-    )
+    p.add_argument("--limit", type=int, metavar="N", help="at most this many items per task (default: all)")
+    p.add_argument("--perplexity-tokens", type=int, metavar="N", help="of the perplexity text, so many (default: all)")
     p.add_argument("--search-space", default="paper_grid", metavar="NAME", help="of step 1 (default: %(default)s)")
     p.add_argument(
         "--contenders", type=names_of, default=[], metavar="A,B",
@@ -216,18 +192,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def ended(study: Callable[[], None]) -> int:
-    """The exit code of a study: 2 where it raises UserError, which is printed."""
-    try:
-        study()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
-    return ended(lambda: Study(*parser().parse_known_args(argv)).run())
+    return exit_code(lambda: Study(*parser().parse_known_args(argv)).run())
 
 
 if __name__ == "__main__":

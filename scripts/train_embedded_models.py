@@ -9,18 +9,17 @@ Seeds and steps are fixed, so texts and items are the same on every machine; wei
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from embedded_world import corpus, items
+from script_tools import COUNT, script_parser
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
@@ -48,19 +47,18 @@ WARMUP_STEPS = 100
 BOS_RATE = 0.5  # so that a model works with and without a beginning-of-sequence token
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     config_class: type
     layers: int
     intermediate_size: int
-    steps: int
     seed: int
 
 
+STEPS = 5000
 RECIPES = {
-    "tiny-llama": Recipe(LlamaConfig, layers=5, intermediate_size=64, steps=5000, seed=11),
-    "tiny-qwen2": Recipe(Qwen2Config, layers=6, intermediate_size=56, steps=5000, seed=12),
-    "tiny-mistral": Recipe(MistralConfig, layers=6, intermediate_size=48, steps=5000, seed=13),
+    "tiny-llama": Recipe(LlamaConfig, layers=5, intermediate_size=64, seed=11),
+    "tiny-qwen2": Recipe(Qwen2Config, layers=6, intermediate_size=56, seed=12),
+    "tiny-mistral": Recipe(MistralConfig, layers=6, intermediate_size=48, seed=13),
 }
 
 
@@ -114,18 +112,15 @@ def text_of(seed: int, tokenizer: PreTrainedTokenizerFast, tokens: int) -> str:
 
 
 def write_data(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (folder / "calibration.txt").write_text(
-        text_of(corpus.SEEDS["calibration"], tokenizer, CALIBRATION_TOKENS), encoding="utf-8"
-    )
-    (folder / "perplexity.txt").write_text(
-        text_of(corpus.SEEDS["perplexity"], tokenizer, PERPLEXITY_TOKENS), encoding="utf-8"
-    )
+    for name, tokens in (("calibration", CALIBRATION_TOKENS), ("perplexity", PERPLEXITY_TOKENS)):
+        text = text_of(corpus.SEEDS[name], tokenizer, tokens)
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     for task in items.MAKERS:
         lines = [json.dumps(item) + "\n" for item in items.evaluation_items(task, ITEMS_PER_TASK)]
         (folder / "tasks" / task).mkdir(parents=True, exist_ok=True)
         (folder / "tasks" / task / "test.jsonl").write_text("".join(lines), encoding="utf-8")
-    for name in RECIPES:
-        save_tokenizer(tokenizer, folder / "models" / name, RECIPES[name].config_class)
+    for name, recipe in RECIPES.items():
+        save_tokenizer(tokenizer, folder / "models" / name, recipe.config_class)
 
 
 def training_rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:
@@ -196,47 +191,43 @@ def train(name: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> PreTrain
 @torch.inference_mode()
 def accuracies(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
     """Plain accuracy of each task (highest log-likelihood); one option at a time, for a quick look after training."""
+
+    def log_likelihood(context: str, continuation: str) -> float:
+        prefix, rest = token_ids(tokenizer, [context, continuation])
+        logits = model(input_ids=torch.tensor([prefix + rest])).logits[0, len(prefix) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(rest)[:, None]).sum().item()
+
     result = {}
     for task in items.MAKERS:
         right = 0
-        tests = items.evaluation_items(task, ITEMS_PER_TASK)
-        for item in tests:
-            scores = []
-            for context, continuation in items.requests(task, item):
-                prefix, rest = token_ids(tokenizer, [context, continuation])
-                log_probs = (
-                    model(input_ids=torch.tensor([prefix + rest])).logits[0, len(prefix) - 1 : -1].log_softmax(-1)
-                )
-                scores.append(log_probs.gather(1, torch.tensor(rest)[:, None]).sum().item())
+        for item in items.evaluation_items(task, ITEMS_PER_TASK):
+            scores = [log_likelihood(*request) for request in items.requests(task, item)]
             right += scores.index(max(scores)) == items.gold_index(task, item)
-        result[task] = right / len(tests)
+        result[task] = right / ITEMS_PER_TASK
     return result
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=embedded.MODEL_NAMES, default=list(embedded.MODEL_NAMES))
     parser.add_argument(
         "--out", type=Path, default=embedded.tasks_dir().parent, help="folder to write to (default: the package)"
     )
-    parser.add_argument("--steps", type=int, help="fewer training steps than the recipe's, to try the script out")
+    parser.add_argument("--steps", type=COUNT, default=STEPS, help="of training (default: %(default)s)")
     parser.add_argument("--data-only", action="store_true", help="write texts, items and tokenizer, train nothing")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-
     tokenizer = build_tokenizer()
     write_data(arguments.out, tokenizer)
     if arguments.data_only:
         return
     torch.set_num_threads(1)  # the models are too small to gain from more
     for name in arguments.model:
-        model = train(name, tokenizer, arguments.steps or RECIPES[name].steps)
+        model = train(name, tokenizer, arguments.steps)
         model.save_pretrained(arguments.out / "models" / name)
         scores = accuracies(model, tokenizer)
-        print(
-            f"  {name}: mean {sum(scores.values()) / len(scores):.3f}  "
-            + "  ".join(f"{t} {a:.3f}" for t, a in scores.items())
-        )
+        tasks = "  ".join(f"{task} {accuracy:.3f}" for task, accuracy in scores.items())
+        print(f"  {name}: mean {sum(scores.values()) / len(scores):.3f}  {tasks}")
 
 
 if __name__ == "__main__":

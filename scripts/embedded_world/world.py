@@ -75,22 +75,13 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 # Verb forms for effects that have happened: first word of the effect -> past tense.
-PAST = {
-    "break": "broke",
-    "make": "made",
-    "jump": "jumped",
-    "land": "landed",
-    "float": "floated",
-    "sink": "sank",
-    "burn": "burned",
-    "melt": "melted",
-    "glow": "glowed",
-    "bend": "bent",
-    "crack": "cracked",
-    "hold": "held",
-    "fly": "flew",
-    "stay": "stayed",
-}
+PAST = dict(
+    pair.split(":")
+    for pair in _words(
+        "break:broke make:made jump:jumped land:landed float:floated sink:sank burn:burned melt:melted "
+        "glow:glowed bend:bent crack:cracked hold:held fly:flew stay:stayed"
+    )
+)
 EFFECT = {
     (event, material): effect
     for event, (_, effects) in EVENTS.items()

@@ -21,52 +21,58 @@ import time
 from collections import Counter
 from itertools import count, cycle
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the other scripts
 
-from bench_common import table
+from script_tools import COUNT, script_parser, table
 
+from torture.attacked import GRID, SHORT, Setting, undisturbed
 from torture.attacks import ATTACKS
-from torture.setting import GRID, SHORT, Setting, undisturbed
-from tune_prune.commands.flags import output_file
+from tune_prune.core.errors import UserError
 
 SHORT_ATTACKS = ("workers", "damage", "drivers", "disk")
 
 
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Return the attacks that are asked for and can be made here. Raises UserError where there is none."""
+    known = SHORT_ATTACKS if options.short else tuple(ATTACKS)
+    names = options.only.split(",") if options.only else list(known)
+    for name in names:
+        if name not in ATTACKS:
+            raise UserError(f"unknown attack {name!r}; known: {', '.join(ATTACKS)}")
+        if name not in known:
+            raise UserError(f"{name} has no --short form; leave it out, or name another attack")
+    if "disk" in names and os.getuid():
+        print("left out: disk, which mounts a tmpfs, as only root may")
+        names.remove("disk")
+    if not names:
+        raise UserError("no attack is left to make; name another one with --only, or run this as root")
+    return names
+
+
 def main(arguments: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = script_parser(__doc__, "a JSON line for each search, as soon as it has ended")
     p.add_argument("--minutes", type=float, default=10, help="no search begins after so many (default: %(default)s)")
-    p.add_argument("--searches", type=int, default=10**9, metavar="N", help="at most so many (default: no limit)")
+    p.add_argument("--searches", type=COUNT, default=10**9, metavar="N", help="at most so many (default: no limit)")
     p.add_argument("--only", metavar="A,B", help=f"attacks (default: {','.join(ATTACKS)})")
     p.add_argument(
         "--short", action="store_true", help=f"searches of 3 trials, damaged twice; for {','.join(SHORT_ATTACKS)}"
     )
     p.add_argument(
-        "--kills", type=int, default=10**9, metavar="N", help="of one search of `workers`, at most (default: no limit)"
+        "--kills",
+        type=COUNT,
+        default=10**9,
+        metavar="N",
+        help="of one search of `workers`, at most (default: no limit)",
     )
     p.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
-    p.add_argument(
-        "--output", type=output_file, metavar="FILE", help="a JSON line for each search, as soon as it has ended"
-    )
     options = p.parse_args(arguments)
-    known = SHORT_ATTACKS if options.short else tuple(ATTACKS)
-    names = options.only.split(",") if options.only else list(known)
-    if unknown := [name for name in names if name not in ATTACKS]:
-        print(f"error: unknown attack {unknown[0]!r}; known: {', '.join(ATTACKS)}", file=sys.stderr)
+    try:
+        names = chosen(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    if without := [name for name in names if name not in known]:
-        print(f"error: {without[0]} has no --short form; leave it out, or name another attack", file=sys.stderr)
-        return 2
-    if "disk" in names and os.getuid():
-        print("left out: disk, which mounts a tmpfs, as only root may")
-        names = [name for name in names if name != "disk"]
-    if not names:
-        print("error: no attack is left to make; name another one with --only, or run this as root", file=sys.stderr)
-        return 2
-    searches: Counter[str] = Counter()
-    kills: Counter[str] = Counter()
-    problems: Counter[str] = Counter()
+    searches, kills, problems = Counter[str](), Counter[str](), Counter[str]()
     # Ray's sockets lie below it, whose paths may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="tp-"))
     grid, rounds = (SHORT, 2) if options.short else (GRID, 12)
@@ -79,20 +85,15 @@ def main(arguments: list[str] | None = None) -> int:
             break
         began = time.monotonic()
         search = ATTACKS[name](setting, number)
-        line: dict[str, Any] = {
-            "attack": name, "search": number, "flags": list(search.flags), "kills": search.kills,
-            "seconds": round(time.monotonic() - began, 1), "problems": search.problems,
-        }  # fmt: skip
+        seconds = time.monotonic() - began
         searches[name] += 1
         kills[name] += search.kills
         problems[name] += len(search.problems)
-        print(
-            f"{name} {number}: {search.kills} kills in {line['seconds']:.0f} s, {len(search.problems)} problems",
-            flush=True,
-        )
-        for problem in search.problems:
-            print(f"    {problem}", flush=True)
+        print(f"{name} {number}: {search.kills} kills in {seconds:.0f} s, {len(search.problems)} problems")
+        print(*(f"    {problem}\n" for problem in search.problems), sep="", end="", flush=True)
         if options.output:
+            line = {"attack": name, "search": number, "flags": search.flags, "kills": search.kills}
+            line |= {"seconds": round(seconds, 1), "problems": search.problems}
             with options.output.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
         if not search.problems:

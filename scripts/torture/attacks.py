@@ -19,21 +19,36 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir, suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 
 from torture import storage_attacks
-from torture.attacked import Attacked, forked, kill, moment, wait_until
-from torture.setting import GRID, PARTIAL, START_S, Setting
+from torture.attacked import (
+    GRID,
+    PARTIAL,
+    START_S,
+    TRACEBACK,
+    Attacked,
+    Setting,
+    exit_code_of,
+    forked,
+    kill,
+    moment,
+    undisturbed,
+    wait_until,
+)
 from tune_prune import embedded
 from tune_prune.core.store import LEDGER
 from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.statistics import block_removal
 
 END_S = 900.0  # in which a search that nobody disturbs any more ends
+LEFT_AFTER_S = 60.0  # in which a driver ends once its Ray, or a signal, ends it
+STOPPED_S = 120.0  # after which the driver ends the worker that was stopped, with its trial
 # What dies in an attack on a whole search, and the exit code of the driver then (None: it lives on, or is dead itself).
 TARGETS: Mapping[str, int | None] = {
     "driver": None, "worker": None, "raylet": 1, "gcs": 1, "TERM": 143, "TERM all": 143, "INT": 130, "INT INT": 130,
@@ -78,25 +93,29 @@ def _killed_until_it_ends(search: Attacked, setting: Setting, most_s: float) -> 
         elif search.kills < setting.most_kills:
             time.sleep(moment(setting.chance, most_s))
             os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        if os.WIFEXITED(status):
-            if os.WEXITSTATUS(status):
-                search.problems.append(f"exit code {os.WEXITSTATUS(status)}: {search.told()[-300:]}")
+        code = exit_code_of(pid)
+        if code >= 0:
+            if code:
+                search.wrong(f"exit code {code}")
             break
         search.kills += 1
         search.look()
 
 
-def recipes(setting: Setting, number: int) -> Attacked:
-    folder = setting.folder / f"t{number}"
-    grid = (*GRID, "--search-space", str(Path(__file__).with_name("recipes.yaml")), "--inline")
-    search, whole = Attacked(folder, grid), Attacked(folder / "whole", grid)
-    recovery.KEEP_EVERY_S = block_removal.KEEP_EVERY_S = 0.1  # in the forks, too
-    began = time.monotonic()
-    os.waitpid(forked(whole), 0)
-    _killed_until_it_ends(search, setting, min(setting.kill_s, (time.monotonic() - began) / 2))
-    search.finished(whole.experiment, same=True)
+def _beside_its_reference(folder: Path, flags: Sequence[str], setting: Setting) -> Attacked:
+    """A search of other flags than the setting's, which is run whole before it is killed."""
+    reference, seconds = undisturbed(folder, flags)
+    search = Attacked(folder, (*flags, "--inline"))
+    # A fast machine would have come to the end before the first kill.
+    _killed_until_it_ends(search, setting, min(setting.kill_s, seconds / 2))
+    search.finished(reference, same=True)
     return search
+
+
+def recipes(setting: Setting, number: int) -> Attacked:
+    recovery.KEEP_EVERY_S = block_removal.KEEP_EVERY_S = 0.1  # in the forks, too
+    grid = (*GRID, "--search-space", str(Path(__file__).with_name("recipes.yaml")))
+    return _beside_its_reference(setting.folder / f"t{number}", grid, setting)
 
 
 def hostile(setting: Setting, number: int) -> Attacked:
@@ -106,33 +125,25 @@ def hostile(setting: Setting, number: int) -> Attacked:
     tasks = shutil.copytree(embedded.tasks_dir(), folder / "data" / "tasks")
     evil = shutil.copytree(tasks / "boolq", tasks / "evil")
     (evil / "evil.py").write_text("open('ran', 'w')\ndef go(doc, results): return {'acc': 1}\n", encoding="utf-8")
-    (folder / "data" / "text").mkdir()
-    (folder / "data" / "text" / "wikitext2-raw.test.txt").write_text(
-        embedded.perplexity_text()[:5000], encoding="utf-8"
-    )
+    text = folder / "data" / "text" / "wikitext2-raw.test.txt"
+    text.parent.mkdir()
+    text.write_text(embedded.perplexity_text()[:5000], encoding="utf-8")
     data = ("--data-dir", str(folder / "data"), "--calibration", "embedded")
-    own = ("--model", str(model), *GRID[2:], *data, "--inline", "--search-space", "smoke")
-    search, whole = Attacked(folder, own), Attacked(folder / "whole", own)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    flags = ("--model", str(model), *GRID[2:], *data, "--search-space", "smoke")
+    refused = Attacked(folder / "refused", (*flags, "--inline", "--tasks", "boolq,evil"))
+    with chdir(folder):
         for definition, says in chance.sample(EVIL, len(EVIL)):
-            text = (tasks / "boolq" / "task.yaml").read_text(encoding="utf-8")
-            (evil / "task.yaml").write_text(text + definition, encoding="utf-8")
-            said = len(search.told())
-            code = os.waitstatus_to_exitcode(os.waitpid(forked(search, "--tasks", "boolq,evil"), 0)[1])
-            told = search.told()[said:]
-            if code != 2 or told.count("error: ") != 1 or says not in told or "Traceback" in told:
-                search.problems.append(f"exit code {code} of a hostile task: {told[-300:]}")
-        began = time.monotonic()
-        os.waitpid(forked(whole), 0)
-        # A fast machine would have come to the end before the first kill
-        _killed_until_it_ends(search, setting, min(setting.kill_s, (time.monotonic() - began) / 2))
-        if list(folder.rglob("ran")):
-            search.problems.append("code of a task or a name was run")
-    finally:
-        os.chdir(before)
-    search.finished(whole.experiment, same=True)
+            boolq = (tasks / "boolq" / "task.yaml").read_text(encoding="utf-8")
+            (evil / "task.yaml").write_text(boolq + definition, encoding="utf-8")
+            before = len(refused.output())
+            code = exit_code_of(forked(refused))
+            printed = refused.output()[before:]
+            if code != 2 or printed.count("error: ") != 1 or says not in printed or TRACEBACK in printed:
+                refused.wrong(f"exit code {code} of a hostile task")
+        search = _beside_its_reference(folder, flags, setting)
+    search.problems += refused.problems
+    if list(folder.rglob("ran")):
+        search.problems.append("code of a task or a name was run")
     return search
 
 
@@ -148,16 +159,9 @@ def searches(setting: Setting, number: int) -> Attacked:
     for target in sorted(order, key=lambda target: target in ("worker", "STOP")):
         if _attack(search, target, setting):
             break  # it was complete before anything could be killed
-    running = search.start()
-    try:
-        code = running.wait(timeout=END_S)
-    except subprocess.TimeoutExpired:
-        search.problems.append(f"not at its end after {END_S:.0f} s: {search.told()[-300:]}")
-        kill(running)
-        code = running.wait()
-    if code:
-        search.problems.append(f"exit code {code} of the last start: {search.told()[-300:]}")
-    if "Traceback (most recent call last)" in search.told():
+    if code := search.end_of(search.start(), END_S, "the last start"):
+        search.wrong(f"exit code {code} of the last start")
+    if TRACEBACK in search.output():
         search.problems.append(f"a traceback in {search.log}")
     search.finished(setting.reference, same=how == "grid")
     return search
@@ -167,54 +171,42 @@ def _attack(search: Attacked, target: str, setting: Setting) -> bool:
     """Begin the search, and kill `target` when its first worker works, or later. Whether it came to its end instead."""
     chance = setting.chance
     running = search.start(*(("--trial-timeout", f"{STOPPED_S:g}") if target == "STOP" else ()))
-    whole = psutil.Process(running.pid)
 
     def named(name: str) -> list[psutil.Process]:
         return [process for process in search.processes() if name in " ".join(process.cmdline())]
 
-    there = wait_until(lambda: running.poll() is not None or named("ray::"), START_S)
-    if not there:
-        search.problems.append(f"no worker after {START_S:.0f} s: {search.told()[-300:]}")
+    if not wait_until(lambda: running.poll() is not None or named("ray::"), START_S):
+        search.wrong(f"no worker after {START_S:.0f} s")
     time.sleep(moment(chance, 2 * setting.kill_s))  # a worker of a whole search begins with its imports
     if running.poll() is not None:
         if running.returncode:
-            search.problems.append(f"exit code {running.returncode} before any kill: {search.told()[-300:]}")
+            search.wrong(f"exit code {running.returncode} before any kill")
         return True
-    names = {"worker": "ray::", "STOP": "ray::", "raylet": "raylet/raylet", "gcs": "gcs_server"}
-    if target in names:
-        of_worker = names[target] == "ray::"
-        found = [process for process in named(names[target]) if "Trainable" in process.name() or not of_worker]
-        for process in found[:1] if of_worker else found:
+    if target in ("worker", "STOP"):
+        for process in [process for process in named("ray::") if "Trainable" in process.name()][:1]:
             kill(process, signal.SIGSTOP if target == "STOP" else signal.SIGKILL)
+    elif target in ("raylet", "gcs"):
+        for process in named({"raylet": "raylet/raylet", "gcs": "gcs_server"}[target]):
+            kill(process)
     elif target == "TERM all":  # as Slurm does
         for process in search.processes():
             kill(process, signal.SIGTERM)
     elif target == "driver":
-        kill(whole)
+        kill(running)
     else:
         for sign in target.split():
             kill(running, signal.Signals[f"SIG{sign}"])
             time.sleep(chance.uniform(0.1, 2.0))
     search.kills += 1
     expected = TARGETS[target]
-    try:
-        code = running.wait(timeout=END_S if expected is None else 2 * LEFT_AFTER_S)
-    except subprocess.TimeoutExpired:
-        search.problems.append(f"after {target} its driver did not end: {search.told()[-300:]}")
-        kill(running)
-        running.wait()
-    else:
-        if expected is not None and code not in (expected, 0):  # 0: it was at its end already
-            search.problems.append(f"after {target} exit code {code} and not {expected}: {search.told()[-300:]}")
+    code = search.end_of(running, END_S if expected is None else 2 * LEFT_AFTER_S, f"after {target} its driver")
+    if expected is not None and code not in (expected, 0):  # 0: it was at its end already
+        search.wrong(f"after {target} exit code {code} and not {expected}")
     search.gone()
     if target not in ("driver", "worker", "STOP"):
         search.no_files_left()
     search.look()
-    return target == "worker" and running.returncode == 0
-
-
-LEFT_AFTER_S = 60.0
-STOPPED_S = 120.0  # after which the driver ends the worker that was stopped, with its trial
+    return target == "worker" and code == 0
 
 
 # --- a cluster
@@ -227,14 +219,19 @@ def cluster(setting: Setting, number: int) -> Attacked:
     token = folder / "token"
     token.parent.mkdir(parents=True)
     token.write_text("t" * 32, encoding="utf-8")
-    port = _free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     search = Attacked(
         folder,
-        (*GRID, "--cpus-per-trial", "1", "--address", f"127.0.0.1:{port}"),
+        (*GRID, "--cpus-per-trial", "1", "--address", address),
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"},
     )
-    head = _node(search, "--head", "--port", str(port), "--node-ip-address", "127.0.0.1", "--include-dashboard=false")
-    others = [_node(search, "--address", f"127.0.0.1:{port}") for _ in range(2)]
+    ip, _, port = address.partition(":")
+    head = _begin_node(search, "--head", "--port", port, "--node-ip-address", ip, "--include-dashboard=false")
+    time.sleep(8)
+    others = [_begin_node(search, "--address", address) for _ in range(2)]
+    time.sleep(8)
     running = search.start()
 
     def working(trials: int) -> bool:
@@ -246,15 +243,10 @@ def cluster(setting: Setting, number: int) -> Attacked:
         search.kills += 1
         search.look()
         if node is others[0]:  # nobody waits for it: a fast machine would come to the search's end meanwhile
-            others.append(_begin_node(search, "--address", f"127.0.0.1:{port}"))
-    try:
-        code = running.wait(timeout=2 * LEFT_AFTER_S)
-        if wrong := wrong_end(code, search.told()):
-            search.problems.append(f"after the head's death {wrong}: {search.told()[-300:]}")
-    except subprocess.TimeoutExpired:
-        search.problems.append(f"its driver did not end after the head's death: {search.told()[-300:]}")
-        kill(running)
-        running.wait()
+            others.append(_begin_node(search, "--address", address))
+    code = search.end_of(running, 2 * LEFT_AFTER_S, "its driver after the head's death")
+    if wrong := wrong_end(code, search.output()):
+        search.wrong(f"after the head's death {wrong}")
     for node in others:
         _kill_node(node)
     search.look()
@@ -262,30 +254,24 @@ def cluster(setting: Setting, number: int) -> Attacked:
         kill(process)  # of nodes that a person has begun
     search.gone()
     shutil.rmtree(search.temporary / "ray", ignore_errors=True)  # theirs; what else lies there is the search's
-    rest = Attacked(folder, (*GRID, "--inline"))
-    rest._complete = search._complete
+    rest = Attacked(
+        folder, (*GRID, "--inline"), problems=search.problems, kills=search.kills, _complete=search._complete
+    )
     if rest.start().wait():
-        search.problems.append(f"the last start failed: {search.told()[-300:]}")
+        rest.wrong("the last start failed")
     rest.finished(setting.reference, same=True)
-    search.problems += rest.problems
-    return search
+    return rest
 
 
-def wrong_end(code: int, told: str) -> str:
-    """What is wrong with the end of a search whose cluster's head has died."""
+def wrong_end(code: int, output: str) -> str:
+    """Say what is wrong with the end of a search whose cluster's head has died; "" where nothing is."""
     if code != 1:
         return f"exit code {code} and not 1"
-    if "error: Ray has ended: its head at " not in told or "Traceback (most recent call last)" in told:
+    if "error: Ray has ended: its head at " not in output or TRACEBACK in output:
         return "no sentence, or a traceback"
-    if not re.search(r"to go on, run the same command again:\n  tune-prune search .*--address", told):
+    if not re.search(r"to go on, run the same command again:\n  tune-prune search .*--address", output):
         return "no line that resumes it"
     return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def _begin_node(search: Attacked, *flags: str) -> psutil.Process:
@@ -298,20 +284,11 @@ def _begin_node(search: Attacked, *flags: str) -> psutil.Process:
     return psutil.Process(begun.pid)
 
 
-def _node(search: Attacked, *flags: str) -> psutil.Process:
-    """One that is there."""
-    node = _begin_node(search, *flags)
-    time.sleep(8)
-    return node
-
-
 def _kill_node(node: psutil.Process) -> None:
-    """As a machine dies: everything at once."""
-    try:
+    """Kill all processes of a node at once, as a machine dies."""
+    with suppress(psutil.NoSuchProcess):
         for process in [*node.children(recursive=True), node]:
             kill(process)
-    except psutil.NoSuchProcess:
-        pass
 
 
 ATTACKS: Mapping[str, Callable[[Setting, int], Attacked]] = {

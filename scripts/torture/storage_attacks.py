@@ -18,10 +18,22 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from torture.attacked import Attacked, forked, kill, moment, wait_until
-from torture.setting import GRID, PARTIAL, START_S, Setting
+from torture.attacked import (
+    GRID,
+    PARTIAL,
+    START_S,
+    TRACEBACK,
+    Attacked,
+    Setting,
+    exit_code_of,
+    forked,
+    kill,
+    moment,
+    wait_until,
+)
 from tune_prune.core.store import TRIALS
 
 HARMS = ("bit", "cut", "empty", "exchanged", "removed", "unsealed")
@@ -45,36 +57,33 @@ def damage(setting: Setting, number: int) -> Attacked:
     harmed: tuple[Path, bytes] | None = None
     rounds = 0
     while True:
-        said = len(search.told())
+        before = len(search.output())
         pid = forked(search)
         if harmed is None and chance.random() < 0.6:
             time.sleep(moment(chance, setting.kill_s))
             os.kill(pid, signal.SIGKILL)
             search.kills += 1
-        _, status = os.waitpid(pid, 0)
-        told = search.told()[said:]
-        code = os.waitstatus_to_exitcode(status)
-        if "Traceback (most recent call last)" in told:
+        code = exit_code_of(pid)
+        printed = search.output()[before:]
+        if TRACEBACK in printed:
             search.problems.append(f"a traceback in {search.log}")
         if code == 2 and harmed is not None:
-            _mend(search, told, *harmed)
+            _mend(search, printed, *harmed)
             harmed = None
             continue
         if code not in (0, -signal.SIGKILL):
-            search.problems.append(f"exit code {code}: {told[-300:]}")
+            search.wrong(f"exit code {code}")
             break
         if harmed is not None and TRIALS in harmed[0].parts:
             harmed[0].write_bytes(harmed[1])  # of a trial that is finished: the search has no need to read it
         harmed = None
         search.look()
-        if rounds == setting.rounds:
-            if code == 0:
-                break
-            continue
-        harmed = _harm(search, chance)
-        if harmed is not None:
-            rounds += 1
-            search.kills += 1
+        if rounds < setting.rounds:
+            harmed = _harm(search, chance)
+            rounds += harmed is not None
+            search.kills += harmed is not None
+        elif code == 0:
+            break
     search.finished(setting.reference, same=True)
     return search
 
@@ -100,12 +109,13 @@ def _harm(search: Attacked, chance: random.Random) -> tuple[Path, bytes] | None:
     else:
         path.write_bytes(content[: chance.randrange(len(content)) if how == "cut" and content else 0])
     search.forget(path)
-    search.note(f"-- {path.relative_to(search.storage)}: {how}")
+    with search.log.open("a", encoding="utf-8") as log:
+        log.write(f"-- {path.relative_to(search.storage)}: {how}\n")
     return path, content
 
 
-def _mend(search: Attacked, told: str, path: Path, content: bytes) -> None:
-    refusal = told.rpartition("error: ")[2]
+def _mend(search: Attacked, printed: str, path: Path, content: bytes) -> None:
+    refusal = printed.rpartition("error: ")[2]
     if path.name not in refusal and path.parent.name not in refusal:
         search.problems.append(f"{path} was damaged, and refused is: {refusal[-300:]}")
     advice = re.search(r"delete (/\S+?)[;,.]?(?:\s|$)", refusal)
@@ -121,31 +131,30 @@ def drivers(setting: Setting, number: int) -> Attacked:
     """Whoever does not have the experiment leaves with the sentence, before it has written anything."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"r{number}", (*setting.grid, *PARTIAL.get(how, ()), "--inline"))
-    done = False
-    while not done:
-        codes: dict[int, int] = {}
+    codes: dict[int, int] = {}
+    while 0 not in codes.values():
+        codes = {}
         started = [forked(search) for _ in range(3)]
 
         def ended(started: list[int] = started, codes: dict[int, int] = codes) -> bool:
             for pid in set(started) - set(codes):
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
+                gone, status = os.waitpid(pid, os.WNOHANG)
+                if gone:
                     codes[pid] = os.waitstatus_to_exitcode(status)
             return len(codes) >= 2
 
         if not wait_until(ended, START_S):
-            search.problems.append(f"of three starts {len(codes)} ended in {START_S:.0f} s: {search.told()[-300:]}")
+            search.wrong(f"of three starts {len(codes)} ended in {START_S:.0f} s")
         time.sleep(moment(setting.chance, setting.kill_s))
         ended()
         for pid in set(started) - set(codes):
             os.kill(pid, signal.SIGKILL)
             search.kills += 1
-            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        done = 0 in codes.values()
+            codes[pid] = exit_code_of(pid)
         if wrong := set(codes.values()) - {0, 2, -signal.SIGKILL}:
-            search.problems.append(f"exit codes {sorted(wrong)}: {search.told()[-300:]}")
+            search.wrong(f"exit codes {sorted(wrong)}")
         search.look()
-    refusals = re.findall(r"^error: (.*)", search.told(), re.MULTILINE)
+    refusals = re.findall(r"^error: (.*)", search.output(), re.MULTILINE)
     if strange := [one for one in refusals if not one.startswith("another search runs on experiment ")]:
         search.problems.append(f"refused with: {strange[0][:300]}")
     if not refusals and search.kills:
@@ -162,15 +171,15 @@ def disk(setting: Setting, number: int) -> Attacked:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", search.storage], check=True)
     try:
         while True:
-            said = len(search.told())
-            code = os.waitstatus_to_exitcode(os.waitpid(forked(search), 0)[1])
-            told = search.told()[said:]
+            before = len(search.output())
+            code = exit_code_of(forked(search))
+            printed = search.output()[before:]
             search.look()
-            if code == 0 and "warning" not in told:
+            if code == 0 and "warning" not in printed:
                 break
             search.kills += 1
-            if code not in (0, 1) or "free some space" not in told or "Traceback" in told:
-                search.problems.append(f"exit code {code} of a full disk: {told[-400:]}")
+            if code not in (0, 1) or "free some space" not in printed or TRACEBACK in printed:
+                search.wrong(f"exit code {code} of a full disk")
                 break
             size += setting.chance.randrange(MIB // 16, MIB // 2)
             subprocess.run(["mount", "-o", f"remount,size={size}", search.storage], check=True)
@@ -203,7 +212,8 @@ def s3(setting: Setting, number: int) -> Attacked:
             subprocess.run([sys.executable, "-c", make], env=search.variables(), check=True)
             while True:
                 running = search.start()
-                wait_until(lambda running=running: running.poll() is not None, 5 + moment(setting.chance, 30.0))
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(5 + moment(setting.chance, 30.0))
                 if running.poll() is None:
                     kill(running)
                     search.kills += 1
@@ -213,7 +223,7 @@ def s3(setting: Setting, number: int) -> Attacked:
                 if code != -signal.SIGKILL:
                     break
             if code:
-                search.problems.append(f"exit code {code}: {search.told()[-300:]}")
+                search.wrong(f"exit code {code}")
             search.finished(setting.reference, same=True)
         finally:
             kill(server)
@@ -221,7 +231,7 @@ def s3(setting: Setting, number: int) -> Attacked:
 
 
 def _copy(search: Attacked) -> None:
-    """What the bucket holds, as files where the other attacks have theirs."""
+    """Copy the bucket to files where the other attacks have theirs."""
     shutil.rmtree(search.storage, ignore_errors=True)
     copied = subprocess.run(
         [sys.executable, "-c", _COPY, f"{search.where}/", str(search.storage)],

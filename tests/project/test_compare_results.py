@@ -86,5 +86,7 @@ def test_every_difference_is_seen(name, before, compare):
 
 
 def test_folders_without_results_are_refused(tmp_path, compare):
-    assert compare(tmp_path, tmp_path)[0] == 2
-    assert compare(tmp_path / "no", tmp_path)[0] == 2
+    for before in (tmp_path, tmp_path / "no"):
+        with pytest.raises(SystemExit) as ended:
+            compare(before, tmp_path)
+        assert ended.value.code == 2

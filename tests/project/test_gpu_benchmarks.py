@@ -43,7 +43,6 @@ def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable
     assert zero_shot["items"] == 21 and zero_shot["unsupported_reason"] is None
     assert zero_shot["largest_difference"] < 1e-4  # shared, plain and HFLM's way agree
     assert zero_shot["tokens"]["shared"] < zero_shot["tokens"]["plain"]
-    assert positive(*values["projection"].values())
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,6 @@ def test_what_plans_assume_of_a_gpu_on_a_cpu(
     assert "MATH" in found.pop("versions")["masked_attention"]
     assert positive(*(value for line in found.values() for value in line.values()))
     assert {name.partition(" ")[0].rstrip(",") for name in found["ways"]} == {"resident", "by", "streamed"}
-    assert list(found["decoding"]) == ["eager_s"]
     monkeypatch.syspath_prepend(str(SCRIPTS))
     importlib.import_module("bench_gpu_plan").main(["--device", "cpu", "--tiny", "--limit", "-1"])
     assert json.loads(capsys.readouterr().out) == {"stopped before": named[0]}

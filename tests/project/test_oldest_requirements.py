@@ -7,7 +7,7 @@ import pytest
 
 
 def test_every_lower_bound_becomes_a_pin(capsys: pytest.CaptureFixture[str]) -> None:
-    oldest_requirements.main([])
+    oldest_requirements.main()
     lines = capsys.readouterr().out.splitlines()
     assert "transformers==5.10.*" in lines and "ray[tune]==2.55.*" in lines and "pyarrow==21.0.*" in lines
     assert all("==" in line for line in lines if line != "types-PyYAML")

@@ -64,8 +64,8 @@ def test_the_folder_is_a_model_that_loads_and_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--layers", "0"), "--layers is 0; it must be at least 1"),
-        (("--vocab", "9"), "--vocab is 9; it must be at least 300"),
+        (("--layers", "0"), "argument --layers: '0' is not a whole number from 1"),
+        (("--vocab", "9"), "argument --vocab: '9' is not a whole number from 300"),
         (("--output", "."), "--output . exists"),
         (("--like", "llama-3-70b", "--layers", "80", "--vocab", "128256"), "needs 141.1 GB and 100.0 GB are free"),
     ],

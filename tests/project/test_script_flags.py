@@ -20,8 +20,8 @@ INTO_A_FOLDER = ("make_random_model", "quality_study", "study_smollm2")
 
 
 def writers() -> list[str]:
-    """Return the scripts with --output FILE, by their own flag or by that of `benchmark_parser` or `gpu_parser`."""
-    own = re.compile(r'add_argument\(\s*"--output"|_parser\(__doc__')
+    """Return the scripts with --output FILE, by their own flag or by that of a parser that they share."""
+    own = re.compile(r'add_argument\(\s*"--output"|_parser\(__doc__, |gpu_parser\(')
     paths = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.stem not in INTO_A_FOLDER]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     return [

@@ -63,7 +63,6 @@ def commands_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) ->
 
     monkeypatch.setattr(study_smollm2, "command", command)
     monkeypatch.setattr(study_smollm2, "load_results", load_results)
-    monkeypatch.setattr(study_smollm2.study_comparisons, "compared", lambda folder: [{"step": folder("grid").name}])
     argv = ["--storage-path", str(tmp_path), "--output", str(tmp_path / "output"), *flags]
     study_smollm2.Study(*study_smollm2.parser().parse_known_args(argv)).run()
     return commands
@@ -94,7 +93,6 @@ def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for step in study_smollm2.STEPS:  # as the search has written it, but for where it ran
         text = (tmp_path / "output" / f"{step}.csv").read_text()
         assert text == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
-    assert "\nstudy-smollm2-grid," in (tmp_path / "output" / "comparisons.csv").read_text()
     assert json.loads((tmp_path / "output" / "dense.json").read_text()) == {"acc_mean": 0.42}
 
 
