@@ -34,7 +34,7 @@ from tune_prune.checkpoint.manifest import MANIFEST, Manifest
 from tune_prune.core.config import EMBEDDED_DATA
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.evaluation.item_scores import items_table
+from tune_prune.evaluation.item_scores import to_parquet
 from tune_prune.models import loading
 from tune_prune.models.catalog import resolve
 from tune_prune.trial.context import TrialContext
@@ -148,7 +148,7 @@ def test_every_item_of_the_trial_comes_back_exactly(checkpoint: Path, tmp_path: 
     for _ in again.stages():
         pass
     before = pyarrow.parquet.read_table(checkpoint.with_name(TRIAL) / "items.parquet")
-    after = items_table(again.items)
+    after = pyarrow.parquet.read_table(pyarrow.BufferReader(to_parquet(again.items)))
     assert after.num_rows == 40 and after.equals(before)  # log-likelihoods too, to the last bit
 
 

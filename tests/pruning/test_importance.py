@@ -17,8 +17,7 @@ from torch import nn
 from tests.residencies import in_way
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
-from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.groups import GroupScores, PruningPlan, extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.passes import batches
 from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.selection import select

@@ -100,8 +100,8 @@ def head_inputs(model: PreTrainedModel, samples: Sequence[Tensor], residency: Re
         given = tail.head_inputs(states)
         if not len(inputs):  # once, and no copy of it: those of a long training may be most of what there is
             inputs = torch.empty(ends[-1], given.shape[-1], dtype=given.dtype)
-        for number, row, own in zip(numbers, given, inside, strict=True):
-            inputs[ends[number] - len(samples[number]) : ends[number]] = row[own.to(row.device)]
+        for number, row, tokens in zip(numbers, given, inside, strict=True):
+            inputs[ends[number] - len(samples[number]) : ends[number]] = row[tokens.to(row.device)]
     return inputs
 
 

@@ -1,4 +1,4 @@
-"""What the measurement of a model has found: perplexity, accuracies with their standard errors, and what they come from."""
+"""The result of measuring a model: perplexity, accuracies with their standard errors, and what they come from."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class Evaluation:
 
         rows = {}
         for task in dict.fromkeys(item.task for item in self.items):
-            own = [item for item in self.items if item.task == task]
+            items = [item for item in self.items if item.task == task]
             rows[task] = {
                 "metric": metric_of(task),
                 "accuracy": self.record.metrics[f"acc_{task}"],
                 "stderr": self._errors[f"acc_{task}_stderr"],
-                "chance": math.fsum(chance(len(item.loglikelihoods), item.gold) for item in own) / len(own),
-                "items": len(own),
+                "chance": math.fsum(chance(len(item.loglikelihoods), item.gold) for item in items) / len(items),
+                "items": len(items),
                 "gold_logprob": self.record.metrics.get(f"gold_logprob_{task}", math.nan),
                 "gold_logprob_stderr": self.record.metrics.get(f"gold_logprob_{task}_stderr", math.nan),
             }

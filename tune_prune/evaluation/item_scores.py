@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.measures import chance
-
-if TYPE_CHECKING:
-    import pyarrow  # not above: a machine that only measures speed, as scripts/bench_gpu.py, may lack it
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,9 @@ def gold_logprobs_by_task(items: Iterable[ItemScore]) -> dict[str, tuple[float, 
     return {task: tuple(values) for task, values in golds.items()}
 
 
-def items_table(items: Iterable[ItemScore]) -> pyarrow.Table:
-    """Return a table with one row per item: the fields of ItemScore and `score`."""
-    import pyarrow
+def to_parquet(items: Iterable[ItemScore]) -> bytes:
+    """Return the content of a Parquet file with one row per item: the fields of ItemScore and `score`."""
+    import pyarrow.parquet  # not above: a machine that only measures speed, as scripts/bench_gpu.py, may lack it
 
     schema = pyarrow.schema(
         [
@@ -128,28 +124,7 @@ def items_table(items: Iterable[ItemScore]) -> pyarrow.Table:
             ("loglikelihoods", pyarrow.list_(pyarrow.float64())),
         ]
     )
-    return pyarrow.Table.from_pylist([vars(item) | {"score": item.score} for item in items], schema=schema)
-
-
-def accuracies(content: bytes) -> dict[str, float]:
-    """Return acc_<task> and acc_mean, as `summarize` has them, of the items in a Parquet file of `items_table`.
-
-    Raises pyarrow.ArrowException or KeyError for anything else.
-    """
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=["task", "score"]).to_pydict()
-    scores: dict[str, list[float]] = {}
-    for task, score in zip(rows["task"], rows["score"], strict=True):
-        scores.setdefault(task, []).append(score)
-    means = {f"acc_{task}": sum(values) / len(values) for task, values in scores.items()}
-    return means | {"acc_mean": sum(means.values()) / len(means)}
-
-
-def to_parquet(items: Iterable[ItemScore]) -> bytes:
-    """Return the content of a Parquet file of `items_table`."""
-    import pyarrow.parquet
-
     content = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(items_table(items), content)
+    rows = [vars(item) | {"score": item.score} for item in items]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), content)
     return content.getvalue().to_pybytes()

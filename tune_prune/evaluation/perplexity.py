@@ -39,10 +39,10 @@ class PerplexityResult:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PerplexityResult:
         """Return the result of which each field was made an array. Raises KeyError, TypeError or ValueError."""
-        found = cls(float(arrays["ppl"]), float(arrays["mean_loss"]), int(arrays["num_tokens"]))
-        if found.num_tokens < 1 or not np.isclose(found.ppl, _exp(found.mean_loss), equal_nan=True):
+        result = cls(float(arrays["ppl"]), float(arrays["mean_loss"]), int(arrays["num_tokens"]))
+        if result.num_tokens < 1 or not np.isclose(result.ppl, _exp(result.mean_loss), equal_nan=True):
             raise ValueError("it is not the perplexity of its loss")
-        return found
+        return result
 
 
 @torch.inference_mode()
@@ -72,25 +72,23 @@ def perplexity(
     rest = tokens[whole * window :]
     if len(rest) > 1:
         batches.append(rest[None])
-
     parts = {  # by the batch's number and whether it is its last part
         (number, index, batch is pieces[-1]): batch
         for number, pieces in enumerate(batch.split(residency.at_once(batch_size)) for batch in batches)
         for index, batch in enumerate(pieces)
     }
-
     total, count = 0.0, 0
-    found: list[Tensor] = []  # losses of the parts of a batch so far, [B, W - 1] each
+    of_batch: list[Tensor] = []  # losses of its parts so far, [B, W - 1] each
     with terminal.step("perplexity", lambda: len(tokens), "tokens") as advance:
         for block in runner.blocks(parts):
             states = runner.forward(block)
             with runner.tail() as losses:
                 for key, samples in block.items():
-                    found.append(losses(samples.to(runner.device), states.pop(key)))
+                    of_batch.append(losses(samples.to(runner.device), states.pop(key)))
                     if key[-1]:
-                        total += torch.cat(found).double().sum().item()
-                        count += sum(part.numel() for part in found)
-                        found = []
+                        total += torch.cat(of_batch).double().sum().item()
+                        count += sum(part.numel() for part in of_batch)
+                        of_batch = []
                     advance(samples.numel())
     mean_loss = total / count
     return PerplexityResult(ppl=_exp(mean_loss), mean_loss=mean_loss, num_tokens=count)

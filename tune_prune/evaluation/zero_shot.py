@@ -253,11 +253,11 @@ def _rendered_by(environment: Any) -> Iterator[None]:
     Its own is a global of its module, so that threads wait for each other here.
     """
     with _LM_EVAL_ENVIRONMENT:
-        own, lm_eval.utils.env = lm_eval.utils.env, environment
+        before, lm_eval.utils.env = lm_eval.utils.env, environment
         try:
             yield
         finally:
-            lm_eval.utils.env = own
+            lm_eval.utils.env = before
 
 
 class _Templates:

@@ -1,4 +1,4 @@
-"""What pruning decides about: KV groups and MLP channels, their scores, and which of them a plan keeps.
+"""KV groups and MLP channels, about which pruning decides: their scores, which of them a plan keeps, and what that removes.
 
 A KV group is one key/value head with the g query heads that read it; an MLP channel is one gate row, up row and down
 column. Arrays come one per layer: shape [K] for groups, [M] for channels. Plain numpy: no torch.
@@ -15,6 +15,8 @@ import numpy as np
 
 from tune_prune.core.validation import Count, Indices, validated
 from tune_prune.models.geometry import Geometry
+
+EXTREME_FRACTION = 0.5  # of a layer's MLP channels
 
 
 @dataclass(frozen=True)
@@ -158,3 +160,41 @@ class _StoredPlan:
     target_params: Count
     removed_params: Count
     total_params: Count
+
+
+def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
+    """Return what each layer had and kept, for pruning_comparison.json."""
+    layers = []
+    for layer in range(geometry.num_layers):
+        groups, channels = len(plan.kept_groups[layer]), len(plan.kept_channels[layer])
+        kv_heads, width = geometry.kv_heads[layer], geometry.mlp_width[layer]
+        removed = (kv_heads - groups) * geometry.group_cost[layer] + (width - channels) * geometry.channel_cost[layer]
+        removed += geometry.last_group_extra[layer] if groups == 0 else 0
+        before = geometry.layer_params[layer] + geometry.last_group_extra[layer]
+        layers.append(
+            {
+                "layer": layer,
+                "kv_groups_before": kv_heads,
+                "kv_groups_kept": groups,
+                "mlp_channels_before": width,
+                "mlp_channels_kept": channels,
+                "params_before": before,
+                "params_kept": before - removed,
+                "pruned_fraction": removed / before,
+            }
+        )
+    return {
+        "removed_params": plan.removed_params,
+        "total_params": plan.total_params,
+        "removed_fraction": plan.removed_fraction,
+        "extreme_pruning_layers": extreme_pruning_layers(plan, geometry),
+        "layers": layers,
+    }
+
+
+def extreme_pruning_layers(plan: PruningPlan, geometry: Geometry) -> int:
+    """Return how many layers lose more than half of their MLP channels."""
+    return sum(
+        (width - len(kept)) > EXTREME_FRACTION * width
+        for kept, width in zip(plan.kept_channels, geometry.mlp_width, strict=True)
+    )

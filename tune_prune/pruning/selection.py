@@ -131,12 +131,12 @@ def on_the_way(
     block = (alignment(shape) or 1) * max(geometry.channel_cost)
     spare, waits = 0, whole // steps < max(block, *geometry.group_cost)
     while True:
-        found = further(plan, scores, geometry, target, shape, cap, spare, whole if waits else None)
-        left = geometry_of(found, geometry)
+        after = further(plan, scores, geometry, target, shape, cap, spare, whole if waits else None)
+        left = geometry_of(after, geometry)
         channels = Floors(left.kv_heads, Floors.of(geometry, cap).channels)
         enough = shapes.removal_bounds(left, shape, channels).most >= shapes.largest_part(left)
         if enough or spare > max(geometry.mlp_width):
-            return found
+            return after
         spare = max(1, 2 * spare)
 
 

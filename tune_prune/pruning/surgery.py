@@ -87,7 +87,7 @@ def cut(
 ) -> Sketch:
     """Sketch `model` without the groups that `plan` drops. `weights`: those of `model` where it is on the meta device; None: its
     own. Raises ValueError if the plan is for another model."""
-    own = Sketch.of(model).weights if weights is None else weights
+    dense = Sketch.of(model).weights if weights is None else weights
     cuts: dict[str, tuple[int, torch.Tensor]] = {}  # the dimension along which a parameter is cut, and what it keeps
     # deepcopy takes what the memo already holds: the copy has modules of its own, and the dense model's parameters.
     pruned = copy.deepcopy(model, {id(p): p for p in model.parameters()})
@@ -110,13 +110,13 @@ def cut(
             setattr(layer, family.mlp, RemovedBlock("mlp", parts["down"].bias))
 
     def find(name: str) -> torch.Tensor:
-        weight = own[name]
+        weight = dense[name]
         if name in cuts:
             dimension, members = cuts[name]
             weight = weight.index_select(dimension, members.to(weight.device))
         return changes.applied(name, weight)
 
-    return Sketch(pruned, LazyWeights(own, find))
+    return Sketch(pruned, LazyWeights(dense, find))
 
 
 def resize(linear: nn.Linear, rows: int, columns: int) -> None:

@@ -1,5 +1,5 @@
-"""What all trials of one model share, loaded or computed once and kept: in memory for a process, in the artifact store for
-every process of this search and of later ones.
+"""The things that all trials of one model share, loaded or computed once and kept: in memory for a process, in the artifact store
+for every process of this search and of later ones.
 
 Keys say what a result depends on and nothing else: statistics on calibration text, seed and samples; measurements
 (`trial.measurements`) on the kept structure, the text or tasks and the protocol.
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class TrialContext(HeldModel):
-    """What all trials of one model share: the dense model, texts, tasks and cached statistics. Loaded once per process;
-    parts that a stage does not need are not loaded."""
+    """Holds the dense model, texts, tasks and cached statistics for all trials of one model. Each part is loaded once per process,
+    when a stage first needs it."""
 
     def __init__(
         self,
@@ -104,23 +104,21 @@ class TrialContext(HeldModel):
         """Return how many of the measured items the calibration text of `config` holds with their right answers; a warning
         says so."""
         text = self.run.of(config).calibration
-        if text not in self._items_in:
-            self._items_in[text] = self._find_items_in(text)
-        return self._items_in[text]
-
-    def _find_items_in(self, text: str) -> int:
+        if text in self._items_in:
+            return self._items_in[text]
         suite, key = self.suite, self._kept.key | {"calibration": self.contents.calibration(text)}
-        found = self.artifacts.get("items_in_calibration", key, lambda arrays: int(arrays["count"]))
-        if found is None:
-            found = suite.items_in(self.calibration_tokens(text), self.loaded.tokenizer)
-            self.artifacts.put("items_in_calibration", key, {"count": np.array(found)})
-        if found:
+        count = self.artifacts.get("items_in_calibration", key, lambda arrays: int(arrays["count"]))
+        if count is None:
+            count = suite.items_in(self.calibration_tokens(text), self.loaded.tokenizer)
+            self.artifacts.put("items_in_calibration", key, {"count": np.array(count)})
+        if count:
             log.warning(
                 "calibration text %s holds %d of the %d measured questions with their right answers, so what is pruned by it looks "
                 "better on the tasks than it is: measure other questions, or take these out of the text",
-                *(text, found, suite.num_items),
+                *(text, count, suite.num_items),
             )
-        return found
+        self._items_in[text] = count
+        return count
 
     @cached_property
     def non_finite_weight(self) -> str | None:
@@ -166,36 +164,31 @@ class TrialContext(HeldModel):
 
         Where they have to be computed, the same pass serves those of `shared`, of that statistic and the same kinds.
         """
-        found = {need: arrays for need in needs if (arrays := self.cache.get(samples, need)) is not None}
-        missing = [need for need in needs if need not in found]
+        collected = {need: arrays for need in needs if (arrays := self.cache.get(samples, need)) is not None}
+        missing = [need for need in needs if need not in collected]
         if not missing:
-            return found, 0
+            return collected, 0
         kinds = {need.kind for need in missing}
         also = self.cache.missing(samples, [need for need in shared if need.kind in kinds])
         ((name, wanted),) = by_statistic((*missing, *also)).items()
         statistic = load_statistic(name)
         windows = self.windows(samples, max(need.num_samples for need in wanted))
-        work = statistic.work(wanted, samples.seq_len, self.loaded.geometry.num_layers, self.loaded.device.type)
-        made, there = self.fitted(
+        made, tokens = self.fitted(
             statistic.stage,
             "gradients" if statistic.backward else "forward",
             lambda halvings: self.cache.collect(
-                samples, wanted, windows, self.loaded, replace(self._residency_for(statistic), halvings=halvings)
+                samples, wanted, windows, self.loaded, replace(self.residency_for(statistic), halvings=halvings)
             ),
             lambda: self.most_halvings(name, wanted, samples.seq_len),
         )
         for need, arrays in made.items():
-            self.cache.put(samples, need, arrays)
-            found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
-        return found, work.tokens // len(windows) * (len(windows) - there)
+            collected |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
+        return collected, tokens
 
-    def _residency_for(self, statistic: Statistic) -> Residency:
+    def residency_for(self, statistic: Statistic) -> Residency:
+        """Return how the dense model is held for the pass of a statistic."""
         residency = self.loaded.residency
         return residency if statistic.backward else residency.forward_only
-
-    def way(self, statistic: Statistic) -> str:
-        """Return how the model is held for a pass, for the record; "" where it is all there."""
-        return self._way(statistic.stage, self._residency_for(statistic))
 
     def most_halvings(self, name: str, needs: Sequence[Need], seq_len: int) -> int:
         """Return how often the pass of a statistic can do with half as much at once; gradients cannot."""

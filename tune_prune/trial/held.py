@@ -61,7 +61,7 @@ class HeldModel:
     def _made(self, recipe: Recipe) -> Made:
         dense = self.loaded
         if not recipe.plan.removed_params:
-            return Made(dense.model, _count(dense.model), dense.residency.weights)
+            return Made(dense.model, sum(p.numel() for p in dense.model.parameters()), dense.residency.weights)
         if self._copy is None or self._copy[0] != recipe.structure:
             self._copy = None  # before the next one is made
             self._copy = recipe.structure, recipe.make(dense)
@@ -78,16 +78,8 @@ class HeldModel:
             return RESIDENT
         return replace(held.forward_only, weights=self._made(recipe).weights)
 
-    def way_of_dense(self, stage: str, forward: bool = True) -> str:
-        """Return how the dense model is held in another stage, which only runs it `forward` or takes gradients; "" where it
-        is all there."""
-        return self._way(stage, self.loaded.residency.forward_only if forward else self.loaded.residency)
-
-    def way_to_measure(self, stage: str, recipe: Recipe) -> str:
-        """Return how the model that `recipe` makes is held in a stage in which it is measured; "" where it is all there."""
-        return self._way(stage, self.residency_of(recipe))
-
-    def _way(self, stage: str, residency: Residency) -> str:
+    def way(self, stage: str, residency: Residency) -> str:
+        """Return how a model that is held so goes through a stage, for the record; "" where it is all there."""
         residency = replace(residency, halvings=self.fallback.halvings.get(stage, 0))
         return "" if residency == RESIDENT else str(residency)
 
@@ -113,18 +105,14 @@ class HeldModel:
 
     def _hold(self, way: Residency) -> None:
         """Have the model in that way. Weights leave the device where it says so."""
-        own = self.loaded.residency
-        if way.from_files and not own.from_files:
+        held = self.loaded.residency
+        if way.from_files and not held.from_files:
             source, dtype, device = self.loaded.source, self.loaded.model.dtype, self.loaded.device
             if self._let_go is not None:
                 self._let_go()
             self.drop_copy()
             self.loaded = map_model(source, dtype, device.type, way)
             release(device)
-        elif replace(own, weights=None, device=None) != way:
+        elif replace(held, weights=None, device=None) != way:
             self.drop_copy()  # it may have to be made otherwise
-            self.loaded = replace(self.loaded, residency=replace(way, weights=own.weights, device=own.device))
-
-
-def _count(model: PreTrainedModel) -> int:
-    return sum(p.numel() for p in model.parameters())
+            self.loaded = replace(self.loaded, residency=replace(way, weights=held.weights, device=held.device))

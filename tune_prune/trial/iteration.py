@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # plans count the passes of steps without what measures a tri
 
 @dataclass(frozen=True)
 class Step:
-    """What is left after some steps, and the scores of that."""
+    """A plan after some steps, and the scores of what it leaves."""
 
     plan: PruningPlan
     scores: GroupScores
@@ -48,18 +48,17 @@ def steps_of(config: PruningConfig) -> int:
     return config.steps if load_method(config.method).statistics else 1
 
 
-def first_step(context: TrialContext, config: PruningConfig, found: dict[Need, Arrays]) -> Step:
-    """Return the scores of the dense model, by the statistics that were `found`."""
-    held = context.loaded
-    dense = Dense(held.model, held.family, held.geometry, context.run.of(config).seed, {}, held.residency)
-    return Step(PruningPlan.keep_all(held.geometry), _scores(dense, config, found))
+def first_step(context: TrialContext, config: PruningConfig, arrays: dict[Need, Arrays]) -> Step:
+    """Return the scores of the dense model, by the arrays of its statistics."""
+    loaded = context.loaded
+    dense = Dense(loaded.model, loaded.family, loaded.geometry, context.run.of(config).seed, {}, loaded.residency)
+    return Step(PruningPlan.keep_all(loaded.geometry), _scores(dense, config, arrays))
 
 
-def _scores(model: Dense, config: PruningConfig, found: dict[Need, Arrays]) -> GroupScores:
+def _scores(model: Dense, config: PruningConfig, arrays: dict[Need, Arrays]) -> GroupScores:
     method = load_method(config.method)
-    values = {
-        name: load_statistic(need.statistic).value(found[need], need) for name, need in method.needs(config).items()
-    }
+    needs = method.needs(config).items()
+    values = {name: load_statistic(need.statistic).value(arrays[need], need) for name, need in needs}
     model = replace(model, statistics=values, removal_power=config.removal_power)
     return method.scores(model)
 
@@ -74,23 +73,20 @@ def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -
         context.drop_copy()
         dense = context.loaded
         model, way = Recipe(plan).to_train(dense)
-        found: dict[Need, Arrays] = {}
+        collected: dict[Need, Arrays] = {}
         forwarded = 0
         for name, wanted in by_statistic(needs.values()).items():
             statistic = load_statistic(name)
-            found |= {need: kept for need in wanted if (kept := cache.get(samples, need)) is not None}
-            if missing := [need for need in wanted if need not in found]:
+            collected |= {need: arrays for need in wanted if (arrays := cache.get(samples, need)) is not None}
+            if missing := [need for need in wanted if need not in collected]:
                 windows = context.windows(samples, max(need.num_samples for need in missing))
                 held = way if statistic.backward else replace(way.forward_only, halvings=halvings)
-                made, there = cache.collect(samples, missing, windows, replace(dense, model=model), held)
-                for need, arrays in made.items():
-                    cache.put(samples, need, arrays)
-                work = statistic.work(missing, samples.seq_len, dense.geometry.num_layers, dense.device.type)
-                forwarded += work.tokens // len(windows) * (len(windows) - there)
-                found |= made
+                made, tokens = cache.collect(samples, missing, windows, replace(dense, model=model), held)
+                forwarded += tokens
+                collected |= made
         left = geometry_of(plan, dense.geometry)
         copy = Dense(model, dense.family, left, context.run.of(config).seed, {}, way)
-        return Step(plan, _scores(copy, config, found)), forwarded
+        return Step(plan, _scores(copy, config, collected)), forwarded
 
     def most() -> int:
         """Return it for the statistic that is taken next, as those before it are kept."""

@@ -1,4 +1,4 @@
-"""What is measured of a trial's model: its perplexity, its answers to the items of the tasks, and its KL divergence from the dense
+"""Measurements of a trial's model: its perplexity, its answers to the items of the tasks, and its KL divergence from the dense
 model, on the first tokens of the perplexity text and on items of the tasks.
 
 Each is kept by what it depends on: the structure that was measured and the text or items it was measured on. So are the dense
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -106,13 +106,15 @@ def measure_kl(
     `base` is of another vocabulary or has another head."""
     other = {} if base is None else {"base": loading.model_fingerprint(base, loading.load_config(base))}
     parts = {name: samples for name, samples in _samples(context).items() if samples}
-    found, keys = {}, {}
+    divergences: dict[str, Divergence] = {}
+    keys: dict[str, dict[str, Any]] = {}
     for name, samples in parts.items():
         keys[name] = context.measurement_key(recipe.structure, tokens=_content(samples), block=BLOCKS[name], **other)
-        found[name] = context.artifacts.get("kl", keys[name], Divergence.from_arrays)
-    kept = {name: divergence for name, divergence in found.items() if divergence is not None}
-    if len(kept) == len(parts):
-        return kept, 0
+        stored = context.artifacts.get("kl", keys[name], Divergence.from_arrays)
+        if stored is not None:
+            divergences[name] = stored
+    if len(divergences) == len(parts):
+        return divergences, 0
     together = [sample for samples in parts.values() for sample in samples]  # one pass: a streamed model is read once
     dense, forwarded = _dense_states(context if base is None else _opened_beside(context, base), together)
 
@@ -121,10 +123,10 @@ def measure_kl(
 
     sizes = [sum(map(len, samples)) for samples in parts.values()]
     values = np.split(_fitted(context, recipe, together, run), np.cumsum(sizes)[:-1])
-    for (name, samples), own in zip(parts.items(), values, strict=True):
-        kept[name] = Divergence.of(own, samples, BLOCKS[name])
-        context.artifacts.put("kl", keys[name], asdict(kept[name]))
-    return kept, forwarded + sum(sizes)
+    for (name, samples), nats in zip(parts.items(), values, strict=True):
+        divergences[name] = Divergence.of(nats, samples, BLOCKS[name])
+        context.artifacts.put("kl", keys[name], asdict(divergences[name]))
+    return divergences, forwarded + sum(sizes)
 
 
 def _samples(context: TrialContext) -> dict[str, list[Tensor]]:
@@ -180,22 +182,22 @@ def _words(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
     """Return the dense model of the checkpoint that `context` holds. Its weights stay in their files where they can: they
     are wanted for one pass. Raises UserError."""
-    own, run = context.loaded, context.run
+    checkpoint, run = context.loaded, context.run
     fallback = Fallback(Residency(from_files=readable_in_place(base)))
-    loaded = load(base, own.model.dtype, own.device.type, base.label, fallback)
+    loaded = load(base, checkpoint.model.dtype, checkpoint.device.type, base.label, fallback)
     dense = TrialContext(replace(run, label=base.label), loaded, context.artifacts, fallback)
-    same_words = _words(loaded.tokenizer) == _words(own.tokenizer)
+    same_words = _words(loaded.tokenizer) == _words(checkpoint.tokenizer)
     if not same_words or not torch.equal(dense.perplexity_tokens, context.perplexity_tokens):
         raise UserError(
             f"{run.label} cannot be compared with {base.label}, which has another tokenizer; name the model that it was pruned "
             "from with --base"
         )
-    if Head(loaded.model).scale != Head(own.model).scale:
+    if Head(loaded.model).scale != Head(checkpoint.model).scale:
         raise UserError(
             f"{run.label} cannot be compared with {base.label}, whose logits are scaled otherwise, as those of a Granite model "
             "in a GGUF file; measure the checkpoint in Hugging Face format"
         )
-    heads = list(zip(_head(loaded), _head(own), strict=True))
+    heads = list(zip(_head(loaded), _head(checkpoint), strict=True))
     if not all(torch.equal(one, other) for one, other in heads):  # else both logits could not be made by one head
         raise UserError(
             f"{run.label} cannot be compared with {base.label}: their output heads differ in {run.dtype}; name the model that it "

@@ -26,7 +26,7 @@ def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
     configs = list(configs)
     methods = {name: load_method(name) for name in {config.method for config in configs}}
     needs = {need for config in configs for need in methods[config.method].needs(config).values()}
-    return tuple(need for found in by_statistic(needs).values() for need in found)
+    return tuple(need for needs_of_one in by_statistic(needs).values() for need in needs_of_one)
 
 
 def by_samples(configs: Iterable[PruningConfig]) -> dict[Samples, tuple[Need, ...]]:
@@ -34,8 +34,8 @@ def by_samples(configs: Iterable[PruningConfig]) -> dict[Samples, tuple[Need, ..
     groups: dict[Samples, list[PruningConfig]] = {}
     for config in configs:
         groups.setdefault(config.samples, []).append(config)
-    found = {samples: needs_of(groups[samples]) for samples in sorted(groups, key=lambda one: -one.seq_len)}
-    return {samples: needs for samples, needs in found.items() if needs}
+    longest_first = sorted(groups, key=lambda samples: -samples.seq_len)
+    return {samples: needs for samples in longest_first if (needs := needs_of(groups[samples]))}
 
 
 @dataclass(frozen=True)
@@ -86,23 +86,30 @@ class StatisticCache:
     def collect(
         self, samples: Samples, needs: Sequence[Need], windows: torch.Tensor, dense: LoadedModel, residency: Residency
     ) -> tuple[Begun, int]:
-        """Return the arrays of `needs`, all of one statistic, by a pass over `windows`, and of how many samples they were
-        there already: what an interrupted pass, or one for fewer, has left is not computed again. Only that is stored here.
-        """
+        """Compute the arrays of `needs`, all of one statistic, by a pass over `windows`, and store them; these, and the tokens that
+        were forwarded. What an interrupted pass, or one for fewer samples, has left is not computed again."""
         statistic, model, family = load_statistic(needs[0].statistic), dense.model, dense.family
-        if not isinstance(statistic, GrowingStatistic):
-            return statistic.collect(model, family, windows, needs, residency), 0
+        made: Begun
+        done = 0  # samples that are there already
+        if isinstance(statistic, GrowingStatistic):
 
-        def keep(found: Begun) -> None:
-            for need, arrays in found.items():
-                self.put(samples, replace(need, num_samples=statistic.samples(arrays)), arrays)
+            def keep(begun: Begun) -> None:
+                for need, arrays in begun.items():
+                    self.put(samples, replace(need, num_samples=statistic.samples(arrays)), arrays)
 
-        stored = {need: self.get(samples, replace(need, num_samples=1)) for need in needs}
-        begun = {need: arrays for need, arrays in stored.items() if arrays is not None}
-        if len(begun) < len(needs):
-            return statistic.collect(model, family, windows, needs, residency, None, keep), 0
-        there = min(statistic.samples(arrays) for arrays in begun.values())
-        return statistic.collect(model, family, windows, needs, residency, begun, keep), there
+            stored = {need: self.get(samples, replace(need, num_samples=1)) for need in needs}
+            begun: Begun | None = {need: arrays for need, arrays in stored.items() if arrays is not None}
+            if begun is not None and len(begun) == len(needs):
+                done = min(statistic.samples(arrays) for arrays in begun.values())
+            else:
+                begun = None
+            made = statistic.collect(model, family, windows, needs, residency, begun, keep)
+        else:
+            made = statistic.collect(model, family, windows, needs, residency)
+        for need, arrays in made.items():
+            self.put(samples, need, arrays)
+        work = statistic.work(needs, samples.seq_len, dense.geometry.num_layers, dense.device.type)
+        return made, work.tokens // len(windows) * (len(windows) - done)
 
     def missing(self, samples: Samples, needs: Iterable[Need]) -> tuple[Need, ...]:
         return tuple(need for need in needs if self.get(samples, need) is None)

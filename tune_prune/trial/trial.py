@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ from tune_prune.evaluation.item_scores import ItemScore, gold_logprobs_by_task, 
 from tune_prune.evaluation.kept_suite import end_token
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.runner.devices import device_name, peak_memory, reset_peak
-from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
-from tune_prune.pruning.groups import PruningPlan
+from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning.groups import PruningPlan, extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.context import TrialContext
@@ -99,17 +100,15 @@ class Trial:
         self.made = Recipe(plan)
         if config.compensation != "none":
             self._check_weights()
-            with self._stage("refit") as report:
-                self.made, found, report.tokens = refitted(self.context, plan, config)
-                report.way = self.context.way_of_dense("refit")
-                unused = sum(not block.used for block in found.blocks)
-                report.metrics = {"refit_error": found.error, "refit_blocks": float(len(found.blocks) - unused)}
+            with self._stage("refit", lambda: self.context.loaded.residency.forward_only) as report:
+                self.made, refit, report.tokens = refitted(self.context, plan, config)
+                used = sum(block.used for block in refit.blocks)
+                report.metrics = {"refit_error": refit.error, "refit_blocks": float(used)}
             yield report
         if config.recovery != "none":
             self._check_weights()
-            with self._stage("recovery") as report:
+            with self._stage("recovery", lambda: self.context.loaded.residency) as report:
                 self.made, trained, report.tokens = recovered(self.context, self.made, config)
-                report.way = self.context.way_of_dense("recovery", forward=False) if report.tokens else ""
                 report.metrics = {"recovery_error": trained.error}
             yield report
         return self.made
@@ -118,14 +117,13 @@ class Trial:
         context, geometry = self.context, self.context.loaded.geometry
         method = load_method(config.method)
         self.record = replace(self.record, method_code=method.code)
-        needs, found = method.needs(config), dict[Need, Arrays]()
-        for name, wanted in by_statistic(needs.values()).items():
+        collected: dict[Need, Arrays] = {}
+        for name, wanted in by_statistic(method.needs(config).values()).items():
             statistic = load_statistic(name)
-            with self._stage(statistic.stage) as report:
+            with self._stage(statistic.stage, partial(context.residency_for, statistic)) as report:
                 shared = [need for need in self._shared if need.statistic == name]
                 arrays, report.tokens = context.collect(config.samples, wanted, shared)
-                report.way = context.way(statistic) if report.tokens else ""
-                found |= arrays
+                collected |= arrays
                 report.metrics = statistic.metrics(arrays)
                 self._files |= statistic.files(arrays)
             yield report
@@ -133,15 +131,14 @@ class Trial:
         self._check_weights()
         step = None
         for number in range(1, steps_of(config)):
-            with self._stage("steps") as report:
-                before = step or context.fitted("steps", "forward", lambda _: first_step(context, config, found))
+            with self._stage("steps", lambda: context.loaded.residency) as report:
+                before = step or context.fitted("steps", "forward", lambda _: first_step(context, config, collected))
                 step, report.tokens = next_step(context, config, before.next(context, config, number))
-                report.way = context.way_of_dense("steps", forward=False) if report.tokens else ""
             yield report
         with self._stage("pruning") as report:
 
             def choose() -> PruningPlan:
-                return (step or first_step(context, config, found)).next(context, config, steps_of(config))
+                return (step or first_step(context, config, collected)).next(context, config, steps_of(config))
 
             self.plan, params = context.cut(choose)
             report.metrics = {
@@ -161,20 +158,19 @@ class Trial:
 
     def _measure(self, recipe: Recipe) -> Iterator[StageReport]:
         context, plan = self.context, recipe.plan
+        held = partial(context.residency_of, recipe)
         self._check_weights()
         if plan.removed_params or self._base:  # else it is the dense model, which diverges from itself by 0
-            with self._stage("kl") as report:
+            with self._stage("kl", held) as report:
                 self._divergences, report.tokens = measure_kl(context, recipe, self._base)
-                report.way = context.way_to_measure("kl", recipe) if report.tokens else ""
-                for name, found in self._divergences.items():
-                    report.metrics |= {f"kl_{name}": found.mean, f"kl_{name}_stderr": found.stderr}
+                for name, kl in self._divergences.items():
+                    report.metrics |= {f"kl_{name}": kl.mean, f"kl_{name}_stderr": kl.stderr}
             yield report
-        with self._stage("perplexity") as report:
+        with self._stage("perplexity", held) as report:
             result, report.tokens = measure_perplexity(context, recipe)
             if math.isnan(result.ppl) and not plan.removed_params:
                 what = f"{context.run.label} predicts NaN on the perplexity text, though its weights are finite"
                 raise NotFinite(f"{what}; correct its config.json, or compute with another --dtype")
-            report.way = context.way_to_measure("perplexity", recipe) if report.tokens else ""
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.record.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -182,9 +178,8 @@ class Trial:
         yield report
 
         for index in range(len(context.run.protocol.slices)):
-            with self._stage("zero_shot") as report:
+            with self._stage("zero_shot", held) as report:
                 added, report.tokens = measure_items(context, recipe, index)
-                report.way = context.way_to_measure("zero_shot", recipe) if report.tokens else ""
                 self.items += added
                 report.metrics = summarize(self.items)
                 if index == 0 and (seen := self._items_in_calibration()):
@@ -222,13 +217,15 @@ class Trial:
             )
 
     @contextmanager
-    def _stage(self, name: str) -> Iterator[StageReport]:
+    def _stage(self, name: str, held: Callable[[], Residency] = lambda: RESIDENT) -> Iterator[StageReport]:
+        """Time what is done within, and add its report to the record; `held`: how the model is held in the end."""
         report = StageReport(name, 0.0)
         started = time.perf_counter()
         devices = self.context.loaded.devices
         reset_peak(devices)
         try:
             yield report
+            report.way = self.context.way(name, held()) if report.tokens else ""
             for device in devices:
                 # What was asked of it may not be done: the next stage must not pay for this one.
                 if device.type == "cuda":
@@ -251,7 +248,7 @@ class Trial:
                 PLAN_COMPARISON: pruning_comparison(self.plan, self.context.loaded.geometry),
             }
         if self._divergences:
-            plain[KL] = {name: found.to_dict() for name, found in self._divergences.items()}
+            plain[KL] = {name: kl.to_dict() for name, kl in self._divergences.items()}
         contents = {name: to_json(values).encode() for name, values in plain.items()}
         if self.items:
             contents[ITEMS] = to_parquet(self.items)
@@ -286,5 +283,5 @@ def prepare(
         about = {"model": context.run.label, **samples.to_dict()}
         about |= {need.kind or "num_samples": need.num_samples for need in missing}
         statistic, duration_s = load_statistic(name), time.perf_counter() - started
-        peak, way = peak_memory(context.loaded.devices), context.way(statistic)
+        peak, way = peak_memory(context.loaded.devices), context.way(statistic.stage, context.residency_for(statistic))
         yield about, StageReport(statistic.stage, duration_s, tokens=tokens, peak_memory_bytes=peak, way=way)

@@ -43,8 +43,8 @@ def whole_model(model: PreTrainedModel, head_in_parts: bool) -> Pass:
     def run(block: Sequence[Batch]) -> Iterator[tuple[Tensor, Head | None]]:
         for batch in block:
             with batch.attention(), at_positions(model, batch.positions):
-                found = _outcome(model, head, model, input_ids=batch.tokens, use_cache=False, **batch.extra)
-            yield found
+                outcome = _outcome(model, head, model, input_ids=batch.tokens, use_cache=False, **batch.extra)
+            yield outcome
 
     return run
 

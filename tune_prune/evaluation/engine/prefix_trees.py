@@ -240,13 +240,13 @@ def unsupported_reason(model: PreTrainedModel, residency: Residency = RESIDENT) 
     items = _probe_items(model)
     expected = score_planned(model, plan_rows(items, share=False), residency=residency).loglikelihoods
     try:
-        found = score_planned(model, plan_rows(items), residency=residency).loglikelihoods
+        shared = score_planned(model, plan_rows(items), residency=residency).loglikelihoods
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         return f"{type(model).__name__} does not take the masks of shared prefixes ({cause})"
-    difference = np.abs(found - expected).max() / _PROBE_TARGETS  # nats per token
+    difference = np.abs(shared - expected).max() / _PROBE_TARGETS  # nats per token
     if not difference <= _TOLERANCE.get(model.dtype, 1e-3):
         return f"{type(model).__name__} scores otherwise under the masks of shared prefixes ({difference:.2g} nats a token)"
     return None

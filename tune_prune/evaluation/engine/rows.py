@@ -87,13 +87,13 @@ class RequestScores:
 
     def stored(self, arrays: Mapping[str, np.ndarray]) -> RequestScores:
         """Return the scores that were stored for these requests, as arrays. Raises KeyError or ValueError where they are not."""
-        found = RequestScores(arrays["loglikelihoods"], arrays["greedy"])
+        scores = RequestScores(arrays["loglikelihoods"], arrays["greedy"])
         if any(
-            vars(found)[name].shape != own.shape or vars(found)[name].dtype != own.dtype
-            for name, own in vars(self).items()
+            vars(scores)[name].shape != blank.shape or vars(scores)[name].dtype != blank.dtype
+            for name, blank in vars(self).items()
         ):
             raise ValueError(f"it does not have the scores of {len(self.greedy)} requests")
-        return found
+        return scores
 
 
 def default_batch_tokens(config: PretrainedConfig, device: str) -> int:
@@ -273,10 +273,10 @@ def token_log_probs(
         part = logits[start : start + step]
         log_probs = torch.log_softmax(part if head is None else head(part), dim=-1, dtype=dtype)
         (here,) = torch.nonzero((rows >= start) & (rows < start + step), as_tuple=True)
-        own, wanted = rows[here] - start, targets[here]
-        chosen[here] = log_probs[own, wanted]
+        places, wanted = rows[here] - start, targets[here]
+        chosen[here] = log_probs[places, wanted]
         # On a CPU argmax over a vocabulary costs more than the softmax and amax a tenth of it, so only targets that reach
         # the maximum are asked whether they are the first that do.
-        (top,) = torch.nonzero(chosen[here] == log_probs.amax(dim=-1)[own], as_tuple=True)
-        likeliest[here[top]] = log_probs[own[top]].argmax(dim=-1) == wanted[top]
+        (top,) = torch.nonzero(chosen[here] == log_probs.amax(dim=-1)[places], as_tuple=True)
+        likeliest[here[top]] = log_probs[places[top]].argmax(dim=-1) == wanted[top]
     return chosen, likeliest

@@ -54,10 +54,10 @@ def _sparse(block: nn.Module, positions: Tensor) -> Iterator[None]:
         shape[:] = args[0].shape[:2]
         return (values_at(args[0], positions)[None],)
 
-    def scatter(_: nn.Module, __: object, found: Tensor) -> Tensor:
+    def scatter(_: nn.Module, __: object, output: Tensor) -> Tensor:
         rows, width = shape
-        whole = found.new_zeros(rows * width, found.shape[-1])
-        whole[positions.to(found.device)] = found[0]
+        whole = output.new_zeros(rows * width, output.shape[-1])
+        whole[positions.to(output.device)] = output[0]
         return whole.view(rows, width, -1)
 
     handles = [block.register_forward_pre_hook(gather), block.register_forward_hook(scatter)]

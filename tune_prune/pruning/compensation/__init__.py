@@ -1,1 +1,1 @@
-"""What makes up for the groups that were removed."""
+"""Repairs of a pruned model: a refit of its projections, and a training."""

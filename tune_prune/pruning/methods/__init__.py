@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tune_prune.pruning.groups import GroupScores
 
 
-# Of a method without statistics, in sentences
+# Why a method without statistics is not pruned in steps.
 NO_STEPS = "reads no calibration text, so it has nothing to score anew after a step"
 
 
@@ -71,9 +71,7 @@ class Method:
     own_code: str  # digest of the module's code
     own_reads: tuple[str, ...] = ()  # READS of its module: hyperparameters that it reads without a statistic
     shapes: tuple[str, ...] = SHAPES  # SHAPES of its module: those in which its scores decide something
-    normalizations: tuple[str, ...] = (
-        NORMALIZATIONS  # NORMALIZATIONS of its module: those that leave something of its scores
-    )
+    normalizations: tuple[str, ...] = NORMALIZATIONS  # those of its module, which leave something of its scores
 
     @property
     def code(self) -> str:

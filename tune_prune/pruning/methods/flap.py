@@ -27,9 +27,8 @@ def scores(dense: Dense) -> GroupScores:
         part = dense.family.linears(layer)
         by_input = np.square(inputs.attention_variance[index] * _squared_columns(part["output"]))
         attention = _standardised(by_input).reshape(dense.geometry.kv_heads[index], -1).mean(1)
-        if (
-            len(attention) == 1 and by_input.any()
-        ):  # the mean of all: 0 but for rounding, which must not choose among layers
+        # The z of a layer's only group is the mean of all: 0 but for rounding, which must not choose among layers.
+        if len(attention) == 1 and by_input.any():
             attention = np.zeros(1)
         mlp = _standardised(inputs.mlp_variance[index] * _squared_columns(part["down"]))
         layers.append((attention, mlp))

@@ -43,7 +43,7 @@ class ForwardSums(Statistic):
         runner = LayerRunner(model, family, residency)
         step = batch_size(windows.shape[1], runner.device.type)
         total: dict[str, torch.Tensor] = {}  # of the batches so far
-        found: dict[int, dict[str, torch.Tensor]] = {n: {} for n in wanted}
+        sums_at: dict[int, dict[str, torch.Tensor]] = {n: {} for n in wanted}
         parts = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
         with terminal.step(
             f"{self.label}s", lambda: samples_run(wanted, step) * runner.num_layers, "samples x layers"
@@ -57,13 +57,13 @@ class ForwardSums(Statistic):
                         start, stop = key
                         for name, value in sums.items():
                             value = total[name] + value if start else value
-                            if stop in found:
-                                found[stop][name] = value
+                            if stop in sums_at:
+                                sums_at[stop][name] = value
                             if stop - start == step:  # else it ends inside a batch that is run as a whole, too
                                 total[name] = value
                         advance(len(samples))
         return {
-            need: {name: value.cpu().numpy() for name, value in found[need.num_samples].items()}
+            need: {name: value.cpu().numpy() for name, value in sums_at[need.num_samples].items()}
             | {"tokens": np.array([need.num_samples * windows.shape[1]])}
             for need in needs
         }

@@ -155,8 +155,8 @@ class GroupInformation(Statistic):
         residency: Residency = RESIDENT,
     ) -> dict[Need, dict[str, np.ndarray]]:
         wanted = [need.num_samples for need in needs]
-        found = gradient_pass(LayerRunner(model, family, residency), windows, wanted, self.sums, self.together)
-        return {need: GroupScores.of_layers(found[need.num_samples]).arrays() for need in needs}
+        sums = gradient_pass(LayerRunner(model, family, residency), windows, wanted, self.sums, self.together)
+        return {need: GroupScores.of_layers(sums[need.num_samples]).arrays() for need in needs}
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
         step = self.together or batch_size(seq_len, device)
@@ -206,7 +206,7 @@ def _by_layer(
 
     last = runner.num_layers
     parts = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
-    found: dict[int, list[T]] = {n: [] for n in wanted}
+    by_samples: dict[int, list[T]] = {n: [] for n in wanted}
     with terminal.step("gradients", lambda: 2 * last, "layers") as advance, torch.no_grad():
         carried = runner.embedded(parts)
         states = carried.states  # by (batch, layer): its inputs; by batch: gradients of what it has given
@@ -234,27 +234,27 @@ def _by_layer(
 
             with make(runner.family, [layer]) as sums:
                 for n, (result,) in _snapshots(sums, add, wanted, step).items():
-                    found[n].insert(0, result)
+                    by_samples[n].insert(0, result)
             advance(1)
-    return found
+    return by_samples
 
 
 def _snapshots(sums: Sums[T], add: Callable[[int, int], None], wanted: Sequence[int], step: int) -> dict[int, list[T]]:
     """Return what `sums` come to after each number of samples in `wanted`; `add(start, stop)` adds the gradients of samples."""
-    found = {}
+    by_samples = {}
     for start, inside, end in batches(wanted, step):
         # The sums are put back only where something follows: a copy is as large as the sums themselves.
         before = sums.copy() if len(inside) > 1 or (inside and end is not None) else None
         for n in inside:
             add(start, n)
-            found[n] = sums.results(n)
+            by_samples[n] = sums.results(n)
             if before is not None:
                 sums.restore(before)
         if end is not None:
             add(start, end)
             if end in wanted:
-                found[end] = sums.results(end)
-    return found
+                by_samples[end] = sums.results(end)
+    return by_samples
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from tune_prune.pruning.groups import GroupScores
 def group_sums(layers: Iterable[nn.Module], family: Family, number: Callable[[Tensor], Tensor]) -> GroupScores:
     """Return for every group the sum of `number` over its weights and biases. `number` maps a parameter to a tensor of its
     shape."""
-    found = [layer_group_sums(layer, family, number) for layer in layers]
-    return GroupScores.of_layers(found)
+    sums = [layer_group_sums(layer, family, number) for layer in layers]
+    return GroupScores.of_layers(sums)
 
 
 @torch.no_grad()

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
     from tune_prune.models.families import Family
 
-Arrays = Mapping[
-    str, "np.ndarray"
-]  # of one need, by names that the statistic chooses, as the artifact cache keeps them
+# The arrays of one need as the artifact cache keeps them, by names that the statistic chooses.
+Arrays = Mapping[str, "np.ndarray"]
 
 
 @dataclass(frozen=True, order=True)
