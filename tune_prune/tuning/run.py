@@ -7,9 +7,9 @@
     decide     by the records so far: what is measured again or trained (`tune_prune.tuning.rounds`), and at the end which is best
     views      tables, figures and files, all of them made of the records (`tune_prune.analysis`)
 
-The ledger, one file per trial, is the only state. A start reads it once, runs what it lacks and writes every view anew, so a search
-that was killed goes on by the same command. Baselines, passes and trials are pieces of work in one queue, which the workers of Ray
-Tune take, or this process.
+The ledger, one file per trial, is the only state. A start reads every finished record once, runs what is lacking and writes every
+view anew, so a search that was killed goes on by the same command. Baselines, passes and trials are pieces of work in one queue,
+which the workers of Ray Tune take, or this process.
 """
 
 from __future__ import annotations
