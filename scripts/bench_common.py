@@ -51,7 +51,7 @@ END = "<|endoftext|>"
 
 
 def data_dir() -> Path:
-    """The folder of real task files, texts and models. Raises UserError where there is none."""
+    """Return the folder of real task files, texts and models. Raises UserError where there is none."""
     folder = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
     if not (folder / "tasks").is_dir():
         raise UserError(f"no real data at {folder}; set TUNE_PRUNE_DATA to a folder with tasks/, text/ and models/")
@@ -117,7 +117,7 @@ class Subject:
 
 
 def subject(name: str, work: Path, limit: int = 0, dtype: str = "float32") -> Subject:
-    """The model of that name; one of random weights is made in `work`. Raises UserError for an unknown name.
+    """Return the model of that name; one of random weights is made in `work`. Raises UserError for an unknown name.
 
     With a `limit` of items per task the perplexity text of the real data is cut to the same share, so that the parts of a
     trial keep their weights.
@@ -142,7 +142,7 @@ def subject(name: str, work: Path, limit: int = 0, dtype: str = "float32") -> Su
 
 
 def _cut_data(folder: Path, limit: int) -> Path:
-    """The real data with a perplexity text cut to the share of the items that `limit` leaves."""
+    """Make a copy of the real data with a perplexity text cut to the share of the items that `limit` leaves."""
     if folder.exists():
         return folder
     real = data_dir()
@@ -160,7 +160,7 @@ def _cut_data(folder: Path, limit: int) -> Path:
 
 
 def sizes_of(run: ModelRun) -> dict[str, int]:
-    """Parameters of the decoder layers and of everything, layers and hidden size."""
+    """Return parameters of the decoder layers and of everything, layers and hidden size."""
     _, geometry = loading.config_geometry(loading.load_config(catalog.resolve(run.model)))
     return {
         "layer_params": geometry.prunable_params,
@@ -214,14 +214,14 @@ def title(result: dict[str, Any]) -> str:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result of one call."""
+    """Return seconds and result of one call."""
     started = time.perf_counter()
     result = call()
     return time.perf_counter() - started, result
 
 
 def median_times(calls: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Median seconds of each call and its last result. The calls take turns, so that a slow minute of the machine falls on
+    """Return median seconds of each call and its last result. The calls take turns, so that a slow minute of the machine falls on
     all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     results: dict[str, Any] = {}

@@ -70,7 +70,7 @@ class Hflm:
         self.padded_tokens += (args[0] if args else kwargs["input_ids"]).numel()
 
     def score(self, task: Task, batch_size: int, items: int | None = None) -> dict[str, Any]:
-        """(log-likelihood, greedy) of every request of the task, or of its first `items` documents, and what they cost."""
+        """Return (log-likelihood, greedy) of every request of the task, or of its first `items` documents, and what they cost."""
         instances = [instance for instance in task.instances if items is None or instance.doc_id < items]
         self.lm.batch_size_per_gpu = batch_size
         self.padded_tokens = 0
@@ -86,7 +86,7 @@ class Hflm:
 
 
 def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
-    """Tokens, seconds and answers of both engines on the tasks of one model."""
+    """Measure tokens, seconds and answers of both engines on the tasks of one model."""
     limit = args.limit or None
     loaded = loading.load_model(catalog.resolve(subject.location), getattr(torch, subject.dtype), "cpu")
     alone, left_out = _suites(subject, args.tasks, limit, loaded)
@@ -140,7 +140,7 @@ def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
 def _suites(
     subject: Subject, tasks: tuple[str, ...], limit: int | None, loaded: LoadedModel
 ) -> tuple[dict[str, ZeroShotSuite], dict[str, str]]:
-    """A suite of one slice for every task, and the tasks that this model cannot take (an answer is longer than its limit,
+    """Return a suite of one slice for every task, and the tasks that this model cannot take (an answer is longer than its limit,
     where HFLM fails too), each with the reason."""
     suites, left_out = {}, {}
     for name in tasks:
@@ -153,7 +153,7 @@ def _suites(
 
 
 def _judge(task: Task, outcomes: list[tuple[float, bool]]) -> dict[int, dict[str, Any]]:
-    """lm-eval's own judgement of every document, and the log-likelihoods it comes from."""
+    """Return lm-eval's own judgement of every document, and the log-likelihoods it comes from."""
     by_doc: dict[int, list[tuple[float, bool]]] = {}
     docs = {}
     for instance, outcome in zip(task.instances, outcomes, strict=True):
@@ -179,7 +179,7 @@ def _compare(ours: list[Any], theirs: dict[int, dict[str, Any]]) -> dict[str, An
 
 
 def totals(result: dict[str, Any]) -> dict[str, Any]:
-    """Over the tasks: seconds and tokens summed, answers at their worst, and the ratios of HFLM to ours."""
+    """Return over all tasks seconds and tokens summed, answers at their worst, and the ratios of HFLM to ours."""
     tasks = list(result["tasks"].values())
 
     def over(part: str, combine: Callable[..., Any]) -> dict[str, Any]:

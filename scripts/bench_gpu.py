@@ -101,8 +101,8 @@ class Bench:
 
 
 def pruned_models(bench: Bench) -> Iterator[tuple[str, PreTrainedModel, int]]:
-    """Pruned by random scores, in which the widths of a free shape are as odd as they are: name, model, parameters by its plan. One
-    is there at a time."""
+    """Yield models that are pruned by random scores, in which the widths of a free shape are as odd as they are: name, model,
+    parameters by its plan. One is there at a time."""
     random, geometry = np.random.default_rng(0), bench.geometry
     scores = GroupScores.of_layers(
         [(random.random(k), random.random(m)) for k, m in zip(geometry.kv_heads, geometry.mlp_width, strict=True)]
@@ -170,7 +170,7 @@ class Evaluation:
         self.answers: list[np.ndarray] = []
 
     def measure(self, name: str, model: PreTrainedModel, params: int) -> None:
-        """Perplexity, and zero-shot as a trial has it, of a model of so many parameters."""
+        """Measure perplexity, and zero-shot as a trial has it, of a model of so many parameters."""
         embedding = self.bench.head  # looked up, not multiplied by
         layers = params - 2 * embedding
         flops = 2 * len(self.text) * (layers + embedding)

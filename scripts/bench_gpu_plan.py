@@ -65,7 +65,7 @@ class Bench:
         return timed(synchronised)[0]
 
     def fastest(self, run: Callable[[], object]) -> float:
-        """Seconds of the fastest of five calls, after one that is not counted."""
+        """Return seconds of the fastest of five calls, after one that is not counted."""
         self.seconds(run)
         return min(self.seconds(run) for _ in range(5))
 
@@ -131,7 +131,7 @@ class Bench:
         return rates
 
     def sharing(self) -> dict[str, float]:
-        """One of two processes works while the other waits, then both."""
+        """Compare two processes: one works while the other waits, then both."""
         command = [sys.executable, __file__, "--device", self.args.device, *["--tiny"] * self.args.tiny, "--worker"]
         workers = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(2)]
         for worker in workers:  # built and warm
@@ -142,7 +142,7 @@ class Bench:
         return {"tokens_per_s_alone": alone, "tokens_per_s_of_two": together, "ratio": together / alone}
 
     def speeds(self, workers: Sequence[Any]) -> list[float]:
-        """Tokens per second of each of the processes, at once."""
+        """Return tokens per second of each of the processes, at once."""
         for worker in workers:
             worker.stdin.write("go\n")
             worker.stdin.flush()

@@ -62,7 +62,8 @@ PARTS = ("start and imports", "load", "gradients", "removal", "unused removal", 
 def run_search(
     subject: Subject, args: argparse.Namespace, storage: Path, more: Sequence[str] = ()
 ) -> tuple[float, dict[str, dict[str, float]]]:
-    """Seconds of the search's process, which has `more` flags, and the metrics of its trials by configuration name."""
+    """Run the search; return the seconds of its process, which has `more` flags, and the metrics of its trials by configuration
+    name."""
     command = [sys.executable, "-m", "tune_prune.search", "--model", subject.location]
     command += ["--search-space", args.search_space, "--storage-path", str(storage), "--name", "grid"]
     command += ["--tasks", ",".join(args.tasks), "--pruning-ratio", str(args.pruning_ratio), "--shape", "free"]
@@ -83,7 +84,7 @@ def run_search(
 def run_published(
     subject: Subject, configs: list[PruningConfig], args: argparse.Namespace, work: Path
 ) -> list[dict[str, Any]]:
-    """The results of each trial and the seconds of its parts; as many at once as there are slots."""
+    """Run the trials; return the results of each and the seconds of its parts; as many at once as there are slots."""
     work.mkdir()
 
     def one(config: PruningConfig) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _call(command: list[str]) -> None:
 
 
 def published_trial(order: dict[str, Any]) -> None:
-    """One trial, with nothing kept from another and nothing kept for another."""
+    """Run one trial, with nothing kept from another and nothing kept for another."""
     marks = {"": time.perf_counter()}
     import published_way
     from bench_lm_eval import write_definitions
@@ -193,7 +194,7 @@ def published_trial(order: dict[str, Any]) -> None:
 
 
 def _between(marks: dict[str, float]) -> dict[str, float]:
-    """Seconds up to each mark since the one before."""
+    """Return seconds up to each mark since the one before."""
     seconds = [after - before for before, after in pairwise(marks.values())]
     return dict(zip(list(marks)[1:], seconds, strict=True))
 
@@ -203,7 +204,7 @@ def unused_removals(used: Sequence[str]) -> tuple[str, ...]:
 
 
 def differences(published: list[dict[str, Any]], search: dict[str, dict[str, float]]) -> list[str]:
-    """Accuracies that are not the same in both ways, as text."""
+    """Return accuracies that are not the same in both ways, as text."""
     sentences = []
     for trial in published:
         ours = search[trial["config"]]
@@ -216,7 +217,7 @@ def differences(published: list[dict[str, Any]], search: dict[str, dict[str, flo
 
 
 def pass_tokens(configs: Sequence[PruningConfig], num_layers: int) -> dict[str, float]:
-    """Tokens that a mean published trial forwards in each of its passes, once for every removal."""
+    """Return tokens that a mean published trial forwards in each of its passes, once for every removal."""
     tokens = {"gradients": 0, "removal": 0, "unused removal": 0}
     for config in configs:
         tokens["gradients"] += config.seq_len * config.num_samples
@@ -228,7 +229,7 @@ def pass_tokens(configs: Sequence[PruningConfig], num_layers: int) -> dict[str, 
 
 
 def mean_parts(trials: list[dict[str, Any]], scale: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a mean trial's parts, the published way and, with the same names, with the search's kernels."""
+    """Return seconds of a mean trial's parts, the published way and, with the same names, with the search's kernels."""
 
     def mean(name: str) -> dict[str, float]:
         parts = {part: sum(trial[name][part] for trial in trials) / len(trials) for part in trials[0][name]}

@@ -18,7 +18,7 @@ from tune_prune.data.task_files import TaskSource, task_files
 
 
 def write_definitions(source: TaskSource, tasks: tuple[str, ...], folder: Path) -> TaskManager:
-    """Definitions own_<task> in `folder`: lm-eval's, or the task's own, with the items of `source`."""
+    """Write definitions own_<task> in `folder`: lm-eval's, or the task's own, with the items of `source`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in task_files(source, tasks):
         definition: dict[str, Any] = {
@@ -37,7 +37,7 @@ def write_definitions(source: TaskSource, tasks: tuple[str, ...], folder: Path) 
 
 
 def build_tasks(source: TaskSource, tasks: tuple[str, ...], limit: int | None, folder: Path) -> dict[str, Task]:
-    """lm-eval's tasks by name, with their requests built."""
+    """Return lm-eval's tasks by name, with their requests built."""
     manager = write_definitions(source, tasks, folder)
     built = {}
     with quiet():
@@ -50,7 +50,7 @@ def build_tasks(source: TaskSource, tasks: tuple[str, ...], limit: int | None, f
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without lm-eval's progress bars and its warnings about models that are handed to it; errors still raise."""
+    """Silence lm-eval's progress bars and its warnings about models that are handed to it; errors still raise."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -62,7 +62,7 @@ def quiet() -> Iterator[None]:
 
 
 def encoded_inputs(lm: HFLM, task: Task, max_length: int) -> set[tuple[int, ...]]:
-    """The distinct token rows that HFLM forwards for a task: it runs requests with equal inputs once."""
+    """Return the distinct token rows that HFLM forwards for a task: it runs requests with equal inputs once."""
     inputs = set()
     for instance in task.instances:
         context, continuation = lm._encode_pair(*instance.args)

@@ -54,7 +54,7 @@ def kind(path: Path) -> str | None:
 
 
 def files(root: Path) -> dict[Path, str]:
-    """The files to compare below `root`, by relative path."""
+    """Return the files to compare below `root`, by relative path."""
     paths = [path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file()]
     return {path: what for path in paths if (what := kind(path)) is not None}
 
@@ -64,7 +64,7 @@ def volatile(name: str) -> bool:
 
 
 def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
-    """Every place where two JSON values differ, as a sentence; numbers by their exact value."""
+    """Yield every place where two JSON values differ, as a sentence; numbers by their exact value."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted({*before, *after}):
             place = f"{where}.{name}".lstrip(".")
@@ -84,7 +84,7 @@ def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
 
 
 def of_tables(before: Path, after: Path) -> Iterator[str]:
-    """Differences of two CSV files, cell by cell as text."""
+    """Return differences of two CSV files, cell by cell as text."""
     old, new = (
         pd.read_csv(path, dtype=str, keep_default_na=False).rename(columns=OLDER_NAMES) for path in (before, after)
     )
@@ -102,7 +102,7 @@ def of_tables(before: Path, after: Path) -> Iterator[str]:
 
 
 def of_files(what: str, before: Path, after: Path) -> list[str]:
-    """Differences of two files of one kind."""
+    """Return differences of two files of one kind."""
     if what == "items":
         old, new = (pyarrow.parquet.read_table(path) for path in (before, after))
         return [] if old.equals(new) else ["the items differ"]
@@ -113,7 +113,8 @@ def of_files(what: str, before: Path, after: Path) -> list[str]:
 
 
 def compare(before: Path, after: Path) -> dict[str, dict[str, Any]]:
-    """kind -> {"equal": files, "different": files, "only_before": files, "only_after": files, "sentences": [...]}."""
+    """Compare all files: kind -> {"equal": files, "different": files, "only_before": files, "only_after": files, "sentences":
+    [...]}."""
     old, new = files(before), files(after)
     result: dict[str, dict[str, Any]] = {}
     for path, what in sorted((old | new).items()):

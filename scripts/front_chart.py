@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def of_trials(method: str, seq_len: int, num_samples: int, file: str = "contenders") -> tuple[float, float, float, int]:
-    """Perplexity, distances and runs of one configuration, from the CSV file of its trials."""
+    """Return perplexity, distances and runs of one configuration, from the CSV file of its trials."""
     levels = [method, str(seq_len), str(num_samples)]
     with (STUDY / f"{file}.csv").open(encoding="utf-8", newline="") as lines:
         trials = [t for t in csv.DictReader(lines) if [t["method"], t["seq_len"], t["num_samples"]] == levels]
@@ -106,7 +106,7 @@ def table(rows: list[Row]) -> str:
 
 
 def chart(rows: list[Row], kind: str) -> bytes:
-    """The chart as a PNG or SVG file, the same bytes each time."""
+    """Return the chart as a PNG or SVG file, the same bytes each time."""
     bars = [row for row in rows if row.chart]
     with rc_context({"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "front_chart"}):
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white", layout="constrained")

@@ -60,7 +60,7 @@ class Slot:
         faulthandler.cancel_dump_traceback_later()
 
     def begin(self, name: str) -> bool:
-        """Whether there is time for the measurement of that name; what is left out is a line, too."""
+        """Say whether there is time for the measurement of that name; what is left out is a line, too."""
         self._running = name
         if time.monotonic() < self._ends:
             return True
@@ -100,7 +100,7 @@ class Slot:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of the product of two square matrices of `size`: the median of five, after two that are not counted."""
+    """Measure the FLOP/s of the product of two square matrices of `size`: the median of five, after two that are not counted."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
 
     def multiply() -> None:
@@ -154,7 +154,7 @@ def gpu_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """The device, set up as workers have it. Exits with a sentence where there is none."""
+    """Return the device, set up as workers have it. Exits with a sentence where there is none."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
     set_up_gpu()

@@ -105,7 +105,7 @@ END = "<|endoftext|>"
 
 
 def config_of(name: str, layers: int | None = None, vocab_size: int | None = None) -> PretrainedConfig:
-    """The config of the published model of that name, with as many layers and tokens as asked for (None: its own)."""
+    """Return the config of the published model of that name, with as many layers and tokens as asked for (None: its own)."""
     model_type, values = SHAPES[name]
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]}}
     values = {key: value for key, value in values.items() if key != "rope_theta"} | rope
@@ -115,7 +115,7 @@ def config_of(name: str, layers: int | None = None, vocab_size: int | None = Non
 
 
 def write_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> None:
-    """A model of `config` with random weights in `folder`. Its index comes last: without it the folder is no model."""
+    """Write a model of `config` with random weights in `folder`. Its index comes last: without it the folder is no model."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = list(_parts(config, family_of(config.model_type)))
     files: dict[str, str] = {}
@@ -139,7 +139,7 @@ def total_bytes(config: PretrainedConfig) -> int:
 
 
 def _parts(config: PretrainedConfig, family: Family) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors of each file: of the embeddings, of every layer, of what stands behind the layers."""
+    """Yield names and shapes of the tensors of each file: of the embeddings, of every layer, of what stands behind the layers."""
     shapes = {name: tuple(p.shape) for name, p in loading.meta_model(config).named_parameters()}
     prefixes = [f"{family.layers}.{index}." for index in range(config.num_hidden_layers)]
     in_layers = [name.startswith(family.layers) for name in shapes]
@@ -150,7 +150,7 @@ def _parts(config: PretrainedConfig, family: Family) -> Iterator[dict[str, tuple
 
 
 def _random(name: str, shape: tuple[int, ...], std: float, generator: np.random.Generator) -> torch.Tensor:
-    """Ones for a norm, else normal weights."""
+    """Make ones for a norm, else normal weights."""
     if "norm" in name:
         return torch.ones(shape, dtype=DTYPE)
     table = (std * NORMAL).to(DTYPE).view(torch.int16).numpy()
@@ -162,7 +162,7 @@ def _random(name: str, shape: tuple[int, ...], std: float, generator: np.random.
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens."""
+    """Train a byte-level BPE of `vocab_size` tokens."""
     trained = Tokenizer(BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(

@@ -51,17 +51,18 @@ DAMPING = 0.01  # of the mean of H's diagonal
 
 
 def magnitude(weight: Tensor, _: Tensor, share: float) -> Tensor:
-    """`weight` with its smallest entries at zero."""
+    """Return `weight` with its smallest entries at zero."""
     return weight.masked_fill(_smallest(weight.abs().flatten(), share).view_as(weight), 0)
 
 
 def wanda(weight: Tensor, gram: Tensor, share: float) -> Tensor:
-    """`weight` [out, in] with zeros in every row; `gram` [in, in]: sum of x x^T."""
+    """Return `weight` [out, in] with zeros in every row; `gram` [in, in]: sum of x x^T."""
     return weight.masked_fill(_smallest(weight.abs() * gram.diagonal().sqrt(), share), 0)
 
 
 def sparsegpt(weight: Tensor, gram: Tensor, share: float) -> Tensor:
-    """`weight` [out, in] with zeros, and with what makes up for them; `gram` [in, in]: sum of x x^T, in float32 or better."""
+    """Return `weight` [out, in] with zeros, and with what makes up for them; `gram` [in, in]: sum of x x^T, in float32 or
+    better."""
     new, hessian = weight.to(gram.dtype).clone(), gram.clone()
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = 1
@@ -116,7 +117,7 @@ def apply(model: PreTrainedModel, family: Family, windows: Tensor, share: float,
 
 @contextmanager
 def _grams(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
-    """By role, sums of x x^T of what goes into them within the context, in float32 or better."""
+    """Collect by role sums of x x^T of what goes into them within the context, in float32 or better."""
     grams: dict[str, Tensor] = {}
 
     def add(role: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

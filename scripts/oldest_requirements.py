@@ -16,7 +16,8 @@ BOUND = re.compile(r"(?P<package>[\w.-]+(\[[\w,-]+\])?)(>=(?P<major>\d+)(\.(?P<r
 
 
 def oldest(requirement: str) -> str:
-    """The requirement `package>=version` as `package==version.*`; 17 is 17.0. Raises ValueError for one of another form."""
+    """Return the requirement `package>=version` as `package==version.*`; 17 is 17.0. Raises ValueError for one of another
+    form."""
     bound = BOUND.match(requirement.replace(" ", ""))
     if bound is None:
         raise ValueError(f"{requirement!r} is not of the form package>=version")

@@ -34,7 +34,7 @@ GRADIENT_BATCH = 8  # samples, the default of the published code
 
 
 def removal_kinds(method: str) -> tuple[str, ...]:
-    """The blocks whose removal losses the method decides by."""
+    """Return the blocks whose removal losses the method decides by."""
     named = [parse(name) for name in load_method(method).statistics]
     return tuple(kind for statistic, kind in named if statistic == "block_removal")
 
@@ -60,8 +60,8 @@ def _salience(parameter: Tensor) -> Tensor:
 def removal_passes(
     loaded: LoadedModel, windows: Tensor, kinds: Sequence[str], in_batches: bool = False
 ) -> dict[str, np.ndarray]:
-    """Losses in nats [layers, samples] without each block of `kinds`, and of the dense model [1, samples] as "dense": sample by
-    sample, or `in_batches` and with the head of the search."""
+    """Return losses in nats [layers, samples] without each block of `kinds`, and of the dense model [1, samples] as "dense":
+    sample by sample, or `in_batches` and with the head of the search."""
     head = NextTokenLosses(loaded.model) if in_batches else None
 
     def losses() -> np.ndarray:
@@ -95,7 +95,7 @@ def _loss(model: PreTrainedModel, sample: Tensor) -> float:
 
 @contextmanager
 def without_block(loaded: LoadedModel, layer: torch.nn.Module, kind: str) -> Iterator[None]:
-    """`layer` without its block of that kind, which is not run; everything else is."""
+    """Let `layer` be without its block of that kind, which is not run; everything else is."""
     family = loaded.family
     name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]
     block = layer if name is None else layer.get_submodule(name)

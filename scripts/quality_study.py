@@ -46,7 +46,7 @@ class Study:
     """The searches and tables of one study; `args` as `parser` reads them, `more`: further flags of every search."""
 
     def __init__(self, args: argparse.Namespace, more: list[str]) -> None:
-        """Raises UserError for a table that the study does not have, and for other items than its own."""
+        """Read the study. Raises UserError for a table that the study does not have, and for other items than its own."""
         self.args, self.more = args, [*more, *as_recorded(more)]
         self.study = STUDIES[args.study]
         self.data = ["--data-dir", args.data_dir] if args.data_dir else []
@@ -74,7 +74,7 @@ class Study:
                 self.show(name, table)
 
     def search(self, search: str) -> None:
-        """Every space of a search with every model."""
+        """Run every space of a search with every model."""
         for number, space in enumerate(self.study["searches"][search]):
             path = self.space(f"{search}-{number + 1}", space)
             for model in self.study["models"]:
@@ -85,7 +85,7 @@ class Study:
         return self.results / f"quality-{search}-{model}"
 
     def space(self, name: str, values: dict[str, Any]) -> Path:
-        """A search space as a file, with its calibration texts by their paths."""
+        """Write a search space as a file, with its calibration texts by their paths."""
         listed = {"search": "grid"} | values
         if texts := listed.get("calibration"):
             listed["calibration"] = [self.text(text) for text in ([texts] if isinstance(texts, str) else texts)]
@@ -94,7 +94,7 @@ class Study:
         return path
 
     def text(self, mixture: str) -> str:
-        """A calibration text of the study as a search takes it; questions are written where they are missing."""
+        """Return a calibration text of the study as a search takes it; questions are written where they are missing."""
         files = {name: self.spaces / f"{name.lower()}.txt" for name in ("QUESTIONS", *THIRDS)}
         names = mixture.split("+")
         if set(names) & set(files) and not files[THIRDS[-1]].is_file():
@@ -103,7 +103,7 @@ class Study:
         return "+".join(base if name == "TEXT" else str(files[name]) for name in names)
 
     def write_questions(self, files: dict[str, Path]) -> None:
-        """All of them and every third, of the items that the study does not measure. Exits where there are none."""
+        """Write all questions and every third, of the items that the study does not measure. Exits where there are none."""
         (model,) = self.study["models"]
         limit = self.study["flags"][self.study["flags"].index("--limit") + 1]
         flags = ["--model", model, "--after", limit, "--output", str(files["QUESTIONS"]), *self.data]
@@ -126,7 +126,7 @@ class Study:
 
 
 def against(rows: list[dict[str, Any]], record: list[dict[str, Any]], name: Path) -> Iterator[str]:
-    """How many rows of a record were made again and how near they are, then each that is off by 0.1% or more in a number."""
+    """Say how many rows of a record were made again and how near they are, then each that is off by 0.1% or more in a number."""
 
     def key(row: dict[str, Any]) -> tuple[str, str, int]:
         return row["model"], row["configuration"], row["draws"]

@@ -61,8 +61,8 @@ def losses(folders: list[str], dense: pd.Series) -> Losses:
 
 
 def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, float]:
-    """1 - other's loss / the reference's, and its standard error. Of several draws, which both have, the error of the draws is that
-    of their mean; observations are shared by all draws."""
+    """Return 1 - other's loss / the reference's, and its standard error. Of several draws, which both have, the error of the
+    draws is that of their mean; observations are shared by all draws."""
     base, values, weights = reference.values[measure], other.values[measure], reference.weights[measure]
     lost = float((base @ weights).mean())
     share = 1 - float((values @ weights).mean()) / lost
@@ -78,8 +78,8 @@ def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, flo
 
 
 def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
-    """A row per model and configuration, of searches in those `folders`, that has every draw of the reference; trained ones among
-    the others of their model. Raises UserError where that is not there."""
+    """Return a row per model and configuration, of searches in those `folders`, that has every draw of the reference; trained
+    ones among the others of their model. Raises UserError where that is not there."""
     by_model: dict[tuple[Any, ...], list[Any]] = {}
     for folder in folders:
         for model in load_results(folder).findings.study.models.values():
@@ -89,7 +89,7 @@ def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
 
 
 def _rows_of_model(models: list[Any], reference: str) -> list[dict[str, Any]]:
-    """The rows of one model at one ratio, which several searches may have measured."""
+    """Return the rows of one model at one ratio, which several searches may have measured."""
     label = models[0].label
     trials = pd.concat(
         [
@@ -127,8 +127,8 @@ def _rows_of_model(models: list[Any], reference: str) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The tables, regained shares in percent with their standard errors: of configurations without a training and, where there are
-    any, of trained ones. The reference is in both."""
+    """Return the tables, regained shares in percent with their standard errors: of configurations without a training and, where
+    there are any, of trained ones. The reference is in both."""
     seconds = any("seconds" in row for row in rows)
 
     def table(trained: bool) -> str:
@@ -141,17 +141,17 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _trained(row: dict[str, Any]) -> bool:
-    """Whether a configuration has a recovery, which is in its name."""
+    """Say whether a configuration has a recovery, which is in its name."""
     return "-lora" in row["configuration"]
 
 
 def _reference(row: dict[str, Any]) -> bool:
-    """Whether a row has lost what the reference has, with no error at all."""
+    """Say whether a row has lost what the reference has, with no error at all."""
     return all(row[f"{name}_regained"] == row[f"{name}_stderr"] == 0 for name in MEASURES)
 
 
 def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
-    """The rows as Markdown; `seconds`: with those that made the model, which some records of docs/studies have."""
+    """Return the rows as Markdown; `seconds`: with those that made the model, which some records of docs/studies have."""
     head = [
         "model",
         "configuration",

@@ -40,7 +40,7 @@ TASKS = {
 
 
 def random_items(vocab_size: int, per_task: int, longest: int) -> dict[str, list[list[Request]]]:
-    """`per_task` items of each task in its proportions; no request is longer than `longest`."""
+    """Make `per_task` items of each task in its proportions; no request is longer than `longest`."""
     random = np.random.default_rng(0)
 
     def length(mean: float, spread: float, most: int) -> int:
@@ -64,7 +64,8 @@ def random_items(vocab_size: int, per_task: int, longest: int) -> dict[str, list
 
 @torch.inference_mode()
 def score_as_hflm(model: PreTrainedModel, items: list[list[Request]]) -> np.ndarray:
-    """Log-likelihoods [n] by HFLM's way: equal inputs once, longest first, logits of every position, softmax in float32."""
+    """Return log-likelihoods [n] by HFLM's way: equal inputs once, longest first, logits of every position, softmax in
+    float32."""
     requests = [request for item in items for request in item]
     sharing: dict[bytes, list[int]] = {}
     for index, request in enumerate(requests):

@@ -60,7 +60,7 @@ class Study:
         return self.results / f"{self.args.name}-{step}"
 
     def run(self) -> None:
-        """Raises UserError for contenders that the grid does not have, before anything runs."""
+        """Run all steps. Raises UserError for contenders that the grid does not have, before anything runs."""
         names = [config.name for config in search_space.load(self.args.search_space).configs()]
         named = self.args.contenders + self.args.ratios_of
         if unknown := [name for name in named if name not in names]:

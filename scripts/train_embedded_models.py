@@ -63,7 +63,7 @@ RECIPES = {
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word, punctuation mark and line end; spaces vanish, so a continuation starts a new token."""
+    """Make one token per word, punctuation mark and line end; spaces vanish, so a continuation starts a new token."""
     split = Regex(r"\n|\w+|[^\w\s]")
     documents = corpus.documents(seed=0)
     words: set[str] = set()
@@ -100,7 +100,7 @@ def token_ids(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[
 
 
 def text_of(seed: int, tokenizer: PreTrainedTokenizerFast, tokens: int) -> str:
-    """The first documents of this seed that together hold at least `tokens` tokens, one a line."""
+    """Return the first documents of this seed that together hold at least `tokens` tokens, one a line."""
     lines: list[str] = []
     count = 0
     for document in corpus.documents(seed):
@@ -124,7 +124,7 @@ def write_data(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def training_rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:
-    """Endless rows of ROW_TOKENS + 1 tokens, each starting with a document."""
+    """Yield endless rows of ROW_TOKENS + 1 tokens, each starting with a document."""
     rng = random.Random(seed)
     documents = corpus.documents(corpus.SEEDS["train"])
     row: list[int] = []
@@ -190,7 +190,7 @@ def train(name: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> PreTrain
 
 @torch.inference_mode()
 def accuracies(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """Plain accuracy of each task (highest log-likelihood); one option at a time, for a quick look after training."""
+    """Return plain accuracy of each task (highest log-likelihood); one option at a time, for a quick look after training."""
 
     def log_likelihood(context: str, continuation: str) -> float:
         prefix, rest = token_ids(tokenizer, [context, continuation])

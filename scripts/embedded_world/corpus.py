@@ -36,7 +36,7 @@ def _tool(rng: random.Random, name: str, thing: str) -> list[str]:
 
 
 def _story_of_things(rng: random.Random) -> str:
-    """A person and up to four things that the person may meet."""
+    """Tell of a person and up to four things that the person may meet."""
     name = rng.choice(world.NAMES)
     sentences = [f"{name} is in the {rng.choice(world.ROOMS)}."]
     for _ in range(rng.randint(1, 4)):
@@ -94,7 +94,7 @@ WEIGHTS = {
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Endless documents; equal for equal seeds."""
+    """Yield documents without end; equal for equal seeds."""
     rng = random.Random(seed)
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     stories = {"things": _story_of_things, "living": _story_of_living, "script": _script}

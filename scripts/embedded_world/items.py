@@ -38,7 +38,7 @@ OPTION_LABELS = ["A", "B", "C", "D"]
 
 
 def draw(rng: random.Random, options: Sequence[Any], accept: Callable[[Any], bool]) -> Any:
-    """A random option that `accept` takes; the options must hold one."""
+    """Return a random option that `accept` takes; the options must hold one."""
     while not accept(option := rng.choice(options)):
         pass
     return option
@@ -189,7 +189,7 @@ MAKERS: dict[str, Callable[[random.Random, bool], Item]] = {
 
 
 def gold_index(task: str, item: Item) -> int:
-    """Position of the right answer among the item's options (boolq: 0 is no, 1 is yes)."""
+    """Return position of the right answer among the item's options (boolq: 0 is no, 1 is yes)."""
     if task in ("boolq", "piqa", "hellaswag"):
         return int(item[{"boolq": "answer"}.get(task, "label")])
     if task == "winogrande":
@@ -198,7 +198,7 @@ def gold_index(task: str, item: Item) -> int:
 
 
 def requests(task: str, item: Item) -> list[tuple[str, str]]:
-    """(context, continuation) of every option, as the task's YAML asks lm-eval to score them."""
+    """Return (context, continuation) of every option, as the task's YAML asks lm-eval to score them."""
     if task == "winogrande":
         before, after = item["sentence"].split("_")
         return [(before + item[option], after) for option in ("option1", "option2")]
@@ -216,12 +216,12 @@ def requests(task: str, item: Item) -> list[tuple[str, str]]:
 
 
 def solved(task: str, item: Item) -> str:
-    """The item followed by its right answer."""
+    """Return the item followed by its right answer."""
     return "".join(requests(task, item)[gold_index(task, item)])
 
 
 def evaluation_items(task: str, count: int) -> list[Item]:
-    """`count` different held-out items of the task in which every answer position is right equally often."""
+    """Make `count` different held-out items of the task in which every answer position is right equally often."""
     rng = random.Random(f"items/{task}")
     positions = len(requests(task, MAKERS[task](rng, True)))
     wanted = [count // positions] * positions

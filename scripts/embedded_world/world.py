@@ -181,12 +181,12 @@ STEPS_PER_SCRIPT = 6
 
 
 def held_out(*words: str) -> bool:
-    """Whether this combination is kept for evaluation (one in six), so never in the corpus. Order is ignored."""
+    """Say whether this combination is kept for evaluation (one in six), so never in the corpus. Order is ignored."""
     return hashlib.sha256("/".join(sorted(words)).encode()).digest()[0] % 6 == 0
 
 
 def _scripts() -> dict[str, list[str]]:
-    """Each activity's steps. Every step occurs in several activities, with different followers."""
+    """Return each activity's steps. Every step occurs in several activities, with different followers."""
     rng = random.Random("scripts")
     pool: list[str] = []
     scripts = {}
@@ -220,11 +220,11 @@ def effect(event: str, thing: str) -> str:
 
 
 def past(effect_phrase: str) -> str:
-    """The effect as something that has happened, e.g. "floated on the water"."""
+    """Return the effect as something that has happened, e.g. "floated on the water"."""
     verb, rest = effect_phrase.split(" ", 1)
     return f"{PAST[verb]} {rest}"
 
 
 def tool(verb: str, thing: str) -> str:
-    """The tool with which `verb` is done to the thing."""
+    """Return the tool with which `verb` is done to the thing."""
     return TOOL[verb, MATERIAL_OF[thing]]

@@ -88,7 +88,7 @@ class Attacked:
         return {**os.environ, MARK: str(self.folder), **places, **self.environment}
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
-        """The command, as a user gives it, with `more` flags, in a session of its own."""
+        """Start the command, as a user gives it, with `more` flags, in a session of its own."""
         command = [sys.executable, *self.program, *self.arguments, *more]
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -105,7 +105,7 @@ class Attacked:
             return running.wait()
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs for this search, whoever is its parent by now."""
+        """Return everything that runs for this search, whoever is its parent by now."""
         mine = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it has ended, or is not ours to look into
@@ -121,12 +121,12 @@ class Attacked:
         self.problems.append(f"{what}: {self.output()[-300:]}")
 
     def forget(self, path: Path) -> None:
-        """A record that is damaged on purpose may be written again."""
+        """Let a record that is damaged on purpose be written again."""
         if path.parent == self.experiment / LEDGER:
             self._complete.pop(path.name, None)
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """The trials' records by file; one that cannot be read is a problem."""
+        """Return the trials' records by file; one that cannot be read is a problem."""
         records = {}
         for path in sorted((self.experiment / LEDGER).glob("[!.]*.json")):
             try:
@@ -171,7 +171,7 @@ class Attacked:
             self.problems.append(f"partial files are left: {', '.join(path.name for path in left[:5])}")
 
     def partial_files(self) -> list[Path]:
-        """Hidden files but those of the lock and of Ray Tune."""
+        """Return hidden files but those of the lock and of Ray Tune."""
         hidden = (path for path in self.storage.rglob(".*") if path.is_file() and TUNE not in path.parts)
         return sorted(path for path in hidden if path.name not in (".lock", ".lock.json"))
 
@@ -214,7 +214,7 @@ def kill(process: psutil.Process | subprocess.Popen[bytes], sign: signal.Signals
 
 
 def moment(chance: random.Random, most: float) -> float:
-    """Seconds until something happens: often soon, sometimes late."""
+    """Return seconds until something happens: often soon, sometimes late."""
     return min(most, chance.expovariate(3 / most))
 
 
@@ -233,7 +233,7 @@ def exit_code_of(pid: int) -> int:
 
 
 def forked(search: Attacked, *more: str) -> int:
-    """The process id of a child that runs the command, with `more` flags."""
+    """Fork; return the process id of the child, which runs the command, with `more` flags."""
     command = importlib.import_module("tune_prune.commands.search")
     for name in (
         "commands.results",

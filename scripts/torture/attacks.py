@@ -75,7 +75,7 @@ EVIL = (  # what a definition has besides, and what the sentence says
 
 
 def workers(setting: Setting, number: int) -> Attacked:
-    """`--inline` in forks of this process, which has imported everything before: a start is a second and not ten."""
+    """Kill `--inline` in forks of this process, which has imported everything before: a start is a second and not ten."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"w{number}", (*setting.grid, *PARTIAL.get(how, ()), "--inline"))
     _killed_until_it_ends(search, setting, setting.kill_s)
@@ -84,7 +84,8 @@ def workers(setting: Setting, number: int) -> Attacked:
 
 
 def _killed_until_it_ends(search: Attacked, setting: Setting, most_s: float) -> None:
-    """The first kill comes as soon as something is there to be lost, each later one `most_s` seconds after a start, or sooner."""
+    """Kill a search until it ends: the first kill comes as soon as something is there to be lost, each later one `most_s` seconds
+    after a start, or sooner."""
     while True:
         pid = forked(search)
         if search.kills == 0:
@@ -103,7 +104,7 @@ def _killed_until_it_ends(search: Attacked, setting: Setting, most_s: float) -> 
 
 
 def _beside_its_reference(folder: Path, flags: Sequence[str], setting: Setting) -> Attacked:
-    """A search of other flags than the setting's, which is run whole before it is killed."""
+    """Attack a search of other flags than the setting's, which is run whole before."""
     reference, seconds = undisturbed(folder, flags)
     search = Attacked(folder, (*flags, "--inline"))
     # A fast machine would have come to the end before the first kill.
@@ -119,7 +120,7 @@ def recipes(setting: Setting, number: int) -> Attacked:
 
 
 def hostile(setting: Setting, number: int) -> Attacked:
-    """Every start is made in a folder where a file `ran` would tell that something ran."""
+    """Make every start in a folder where a file `ran` would tell that something ran."""
     chance, folder = setting.chance, setting.folder / f"e{number}"
     model = shutil.copytree(embedded.model_dir("tiny-llama"), folder / chance.choice(LABELS))
     tasks = shutil.copytree(embedded.tasks_dir(), folder / "data" / "tasks")
@@ -151,7 +152,7 @@ def hostile(setting: Setting, number: int) -> Attacked:
 
 
 def searches(setting: Setting, number: int) -> Attacked:
-    """One kill of each of TARGETS, in any order but that those after which the driver goes on to the end come last."""
+    """Kill each of TARGETS, in any order but that those after which the driver goes on to the end come last."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"s{number}", (*GRID, *PARTIAL.get(how, ()), "--cpus-per-trial", "1"))
     order = list(TARGETS)
@@ -213,8 +214,8 @@ def _attack(search: Attacked, target: str, setting: Setting) -> bool:
 
 
 def cluster(setting: Setting, number: int) -> Attacked:
-    """Three raylets of one machine as three nodes, with token authentication; one of them dies and comes back, another dies, then
-    the head."""
+    """Run three raylets of one machine as three nodes, with token authentication; one of them dies and comes back, another dies,
+    then the head."""
     folder = setting.folder / f"c{number}"
     token = folder / "token"
     token.parent.mkdir(parents=True)
@@ -275,7 +276,7 @@ def wrong_end(code: int, output: str) -> str:
 
 
 def _begin_node(search: Attacked, *flags: str) -> psutil.Process:
-    """A node as a person starts it, which stays in the foreground here."""
+    """Start a node as a person does, which stays in the foreground here."""
     command = [str(Path(sys.executable).with_name("ray")), "start", *flags, "--num-cpus", "1", "--block"]
     with (search.folder / "nodes").open("ab") as log:  # Ray's own tracebacks are not the search's
         begun = subprocess.Popen(

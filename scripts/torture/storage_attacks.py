@@ -50,8 +50,8 @@ _COPY = "import fsspec, sys; fsspec.filesystem('s3').get(sys.argv[1], sys.argv[2
 
 
 def damage(setting: Setting, number: int) -> Attacked:
-    """A search that is complete already is damaged, too. What is refused must name the file, and is restored, or deleted where the
-    sentence says so; everything else is computed again or was of no consequence: the numbers at the end say which."""
+    """Damage files, also of a search that is complete already. What is refused must name the file, and is restored, or deleted
+    where the sentence says so; everything else is computed again or was of no consequence: the numbers at the end say which."""
     search = Attacked(setting.folder / f"h{number}", (*setting.grid, "--inline"))
     chance = setting.chance
     harmed: tuple[Path, bytes] | None = None
@@ -128,7 +128,7 @@ def _mend(search: Attacked, printed: str, path: Path, content: bytes) -> None:
 
 
 def drivers(setting: Setting, number: int) -> Attacked:
-    """Whoever does not have the experiment leaves with the sentence, before it has written anything."""
+    """Check that whoever does not have the experiment leaves with the sentence, before it has written anything."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"r{number}", (*setting.grid, *PARTIAL.get(how, ()), "--inline"))
     codes: dict[int, int] = {}
@@ -164,7 +164,8 @@ def drivers(setting: Setting, number: int) -> Attacked:
 
 
 def disk(setting: Setting, number: int) -> Attacked:
-    """`kills` are the times that the disk was full. What did not fit has left nothing behind, and says so with folder and space."""
+    """Fill the disk; `kills` are the times that the disk was full. What did not fit has left nothing behind, and says so with
+    folder and space."""
     search = Attacked(setting.folder / f"d{number}", (*setting.grid, "--inline"))
     search.storage.mkdir(parents=True)
     size = setting.chance.randrange(MIB // 4, MIB)

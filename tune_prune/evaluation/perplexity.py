@@ -53,7 +53,7 @@ def perplexity(
     batch_size: int | None = None,
     residency: Residency = RESIDENT,
 ) -> PerplexityResult:
-    """Perplexity of `tokens` (LongTensor [N]) in windows of `window` tokens, at most the model's position limit.
+    """Compute the perplexity of `tokens` (LongTensor [N]) in windows of `window` tokens, at most the model's position limit.
 
     The first token of each window is context only. `batch_size` windows are run at once (None:
     by device), or a part of them one after the other where `residency` says so (the losses are summed up as if they had been
@@ -95,7 +95,7 @@ def perplexity(
 
 
 def windows_at_once(window: int, config: PretrainedConfig, device: str) -> int:
-    """Windows of `window` tokens in a batch on `device` ("cpu" or "cuda"), at most 8."""
+    """Count the windows of `window` tokens in a batch on `device` ("cpu" or "cuda"), at most 8."""
     if device == "cpu":
         most = min(_LOGIT_ELEMENTS // (window * config.vocab_size), _CPU_ELEMENTS // (window * config.hidden_size))
     else:  # logits are made in parts: large vocabularies need no smaller batches

@@ -1,4 +1,4 @@
-"""What a pruned model's layers may look like, and what is removed in the shapes other than free (docs/methods.md, "Shapes").
+"""Shapes that the layers of a pruned model may have, and what is removed in those other than free (docs/methods.md, "Shapes").
 
     free        any number of KV groups and MLP channels in each layer; the layers that cached decoding relies on keep a group
     aligned-N   every MLP width is a multiple of N, at least N; every layer keeps at least one KV group

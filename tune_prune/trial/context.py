@@ -50,7 +50,7 @@ class TrialContext(HeldModel):
         fallback: Fallback | None = None,
         let_go: Callable[[], None] | None = None,
     ) -> None:
-        """`fallback`, `let_go`: as of a HeldModel."""
+        """Take `fallback` and `let_go` as a HeldModel does."""
         super().__init__(run.label, loaded, fallback, let_go)
         self.run = run
         self.artifacts = artifacts
@@ -93,7 +93,7 @@ class TrialContext(HeldModel):
 
     @cached_property
     def suite(self) -> ZeroShotSuite:
-        """The requests of all tasks as tokens: made by lm-eval once per model and task set, afterwards read."""
+        """Return the requests of all tasks as tokens: made by lm-eval once per model and task set, afterwards read."""
         suite = self._kept.read()
         if suite is None:
             suite = self._kept.make(self.loaded.tokenizer)
@@ -122,8 +122,8 @@ class TrialContext(HeldModel):
 
     @cached_property
     def non_finite_weight(self) -> str | None:
-        """The first weight of the dense model that holds NaN or infinity. All are read for it, one after the other, once: that is
-        less than one pass over the model, of which a trial makes many."""
+        """Return the first weight of the dense model that holds NaN or infinity. All are read for it, one after the other, once:
+        that is less than one pass over the model, of which a trial makes many."""
 
         def find(_: int) -> str | None:
             return first_non_finite(self.loaded.residency.weights or dict(self.loaded.model.named_parameters()))
@@ -136,12 +136,12 @@ class TrialContext(HeldModel):
 
     @cached_property
     def sharing_unsupported(self) -> str | None:
-        """Why the choices of an item are scored one by one on this model; None: they share their prefix."""
+        """Say why the choices of an item are scored one by one on this model; None: they share their prefix."""
         return prefix_trees.unsupported_reason(self.loaded.model, self.loaded.residency)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
+        """Return caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
         refused = self.fitted("zero_shot", "measure", lambda _: self.sharing_unsupported)
         notes = (f"answers are scored one by one, which takes longer: {refused}",) if refused else ()
         return caveats(self.loaded.tokenizer, self.suite) + notes

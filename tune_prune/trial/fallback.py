@@ -52,7 +52,7 @@ class Fallback:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what did not fit."""
+        """Return sentences on what did not fit."""
         died = [f"a worker died with the model {self._died[0]}, so it is {self._died[1]}"] if self._died else []
         fell = (
             f"memory did not suffice for the stage {stage} {first}, so it was made {last}"

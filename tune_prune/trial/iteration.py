@@ -32,7 +32,7 @@ class Step:
     scores: GroupScores
 
     def next(self, context: TrialContext, config: PruningConfig, number: int) -> PruningPlan:
-        """The plan after step `number` of `config`."""
+        """Return the plan after step `number` of `config`."""
         geometry = context.loaded.geometry
         cap, last = config.layer_cap, steps_of(config)
         whole = budget(geometry, config.pruning_ratio, config.shape, cap)

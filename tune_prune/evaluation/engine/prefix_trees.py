@@ -80,12 +80,12 @@ class Rows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are forwarded, without padding."""
+        """Return tokens that are forwarded, without padding."""
         return sum(len(row.tokens) for row in self.all)
 
 
 def plan_rows(items: Sequence[Sequence[Request]], share: bool = True) -> Rows:
-    """Trees for the requests whose inputs share enough, be they of one item or not, and plain rows for the others.
+    """Return trees for the requests whose inputs share enough, be they of one item or not, and plain rows for the others.
 
     `share` False: plain rows for all.
     """
@@ -119,7 +119,7 @@ def score_items(
     share: bool = True,
     residency: Residency = RESIDENT,
 ) -> RequestScores:
-    """Scores of all requests of `items`, in order. `batch_tokens` and `residency` as in `rows.score_rows`; `share` needs a
+    """Return scores of all requests of `items`, in order. `batch_tokens` and `residency` as in `rows.score_rows`; `share` needs a
     model for which `unsupported_reason` is None. Where memory does not suffice, fewer rows go together; raises OutOfMemory where
     not even one fits."""
     rows = plan_rows(items, share)
@@ -139,20 +139,20 @@ def score_planned(
     residency: Residency = RESIDENT,
     scores: RequestScores | None = None,
 ) -> RequestScores:
-    """Scores of what was planned before, with no second attempt. `advance` is told the tokens that are done. `scores`: of an
-    attempt that has failed, to be completed."""
+    """Return scores of what was planned before, with no second attempt. `advance` is told the tokens that are done. `scores`: of
+    an attempt that has failed, to be completed."""
     scores = RequestScores.blank(rows.num_requests) if scores is None else scores
     score_rows(model, rows.all, scores, batch_tokens, advance, residency)
     return scores
 
 
 def count_tokens(items: Sequence[Sequence[Request]], share: bool = True) -> int:
-    """Tokens (without padding) that scoring `items` forwards."""
+    """Count the tokens, without padding, that scoring `items` forwards."""
     return plan_rows(items, share).num_tokens
 
 
 def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Length of the longest common prefix."""
+    """Return length of the longest common prefix."""
     length = min(len(first), len(second))
     different = first[:length] != second[:length]
     return int(different.argmax()) if different.any() else length
@@ -185,7 +185,7 @@ def _merge(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
 
 
 def tree_inputs(model: PreTrainedModel, trees: Sequence[Row], width: int, device: torch.device) -> dict[str, Any]:
-    """position_ids [R, T] and attention masks [R, 1, T, T] of `trees` padded to `width` tokens, on `device`.
+    """Return position_ids [R, T] and attention masks [R, 1, T, T] of `trees` padded to `width` tokens, on `device`.
 
     Masks are added to the attention scores, in the model's dtype: eager attention would add a boolean one as 0 and 1.
     Models whose layers differ take a mask for each type of layer.
@@ -232,7 +232,7 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 def unsupported_reason(model: PreTrainedModel, residency: Residency = RESIDENT) -> str | None:
-    """Why `model` cannot score trees, in words; None where it can. `residency` as in `rows.score_rows`.
+    """Say why `model` cannot score trees, in words; None where it can. `residency` as in `rows.score_rows`.
 
     Tried on a few random tokens: scores of trees must equal those of plain rows, and whatever the model raises on a
     mask of four dimensions or on position_ids is a reason, too.
@@ -258,7 +258,7 @@ _TOLERANCE = {torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
 def _probe_items(model: PreTrainedModel) -> list[list[Request]]:
-    """Two items of random tokens, of different lengths; with short sliding windows, longer than the window."""
+    """Return two items of random tokens, of different lengths; with short sliding windows, longer than the window."""
     generator = np.random.default_rng(0)
     vocabulary = model.config.vocab_size
     window = min(getattr(model.config, "sliding_window", None) or 0, 64)

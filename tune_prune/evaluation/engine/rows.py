@@ -97,15 +97,15 @@ class RequestScores:
 
 
 def default_batch_tokens(config: PretrainedConfig, device: str) -> int:
-    """Tokens per forward pass on "cpu" or "cuda": a CPU wants batches whose activations stay in its caches, a GPU large ones, but
-    no larger than keeps its arithmetic busy, as padding grows with them (docs/studies/h100 has measurements)."""
+    """Return tokens per forward pass on "cpu" or "cuda": a CPU wants batches whose activations stay in its caches, a GPU large
+    ones, but no larger than keeps its arithmetic busy, as padding grows with them (docs/studies/h100 has measurements)."""
     if device == "cuda":
         return min(16_384, 2**25 // config.hidden_size)
     return 1024 if config.hidden_size < 256 else 512
 
 
 def plain_rows(requests: Sequence[Request], indices: Iterable[int] | None = None) -> list[Row]:
-    """One row for every distinct input among `requests` (of those at `indices`): the one-token choices of an item have
+    """Return one row for every distinct input among `requests` (of those at `indices`): the one-token choices of an item have
     equal inputs and are forwarded once."""
     sharing: dict[bytes, list[int]] = {}
     for index in range(len(requests)) if indices is None else indices:
@@ -123,7 +123,7 @@ def plain_rows(requests: Sequence[Request], indices: Iterable[int] | None = None
 def score_requests(
     model: PreTrainedModel, requests: Sequence[Request], batch_tokens: int | None = None
 ) -> RequestScores:
-    """Scores of all requests the plain way, a row for each distinct input; see `score_rows`."""
+    """Return scores of all requests the plain way, a row for each distinct input; see `score_rows`."""
     scores = RequestScores.blank(len(requests))
     score_rows(model, plain_rows(requests), scores, batch_tokens)
     return scores
@@ -132,7 +132,7 @@ def score_requests(
 def most_halvings(
     rows: Sequence[Row], config: PretrainedConfig, residency: Residency, device: str, batch_tokens: int | None = None
 ) -> int:
-    """Times that `score_rows` can do with half as much at once: then every row is alone."""
+    """Count how often `score_rows` can do with half as much at once: then every row is alone."""
     lengths = [len(row.tokens) for row in rows] or [1]
     together = batch_tokens or default_batch_tokens(config, device)
     if residency.streamed:
@@ -246,7 +246,7 @@ def _prepared(model: PreTrainedModel, device: torch.device, rows: Sequence[Row])
 
 
 def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np.ndarray:
-    """`count` sequences, each at most `width` long, as an int64 array [count, width], filled up on the right."""
+    """Return `count` sequences, each at most `width` long, as an int64 array [count, width], filled up on the right."""
     padded = np.full((count, width), filler, dtype=np.int64)
     for row, sequence in zip(padded, values, strict=True):
         row[: len(sequence)] = sequence
@@ -256,7 +256,7 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
 def token_log_probs(
     logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: Head | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
+    """Return log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
     `rows` [P], in any order, says which row of `logits` predicts each target; None: the one at its own place. With a `head`
     what is given instead of logits is its input [P, H], and it is run a part at a time.

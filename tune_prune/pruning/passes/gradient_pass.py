@@ -259,7 +259,7 @@ def _snapshots(sums: Sums[T], add: Callable[[int, int], None], wanted: Sequence[
 
 @contextmanager
 def no_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within the context no parameter has or wants a gradient; afterwards they are as they were."""
+    """Take their gradients, and the wish for them, from parameters within the context; afterwards they are as they were."""
     before = [(p, p.requires_grad, p.grad) for p in parameters]
     try:
         for p, _, _ in before:

@@ -1,4 +1,4 @@
-"""What the loss grows by when a group is taken out and the other weights of its last projection make up for it, as far as they can:
+"""Growth of the loss when a group is taken out and the other weights of its last projection make up for it, as far as they can:
 Optimal Brain Surgeon (Hassibi & Stork 1993) for a group, by the curvature of K-FAC (Martens & Grosse 2015, arXiv:1503.05671), as
 LLM Surgeon has it (van der Ouderaa et al. 2024, arXiv:2312.17244).
 
