@@ -177,15 +177,8 @@ def openbookqa(rng: random.Random, evaluation: bool) -> Item:
     return {"question_stem": stem} | _choices(rng, gold, others)
 
 
-MAKERS: dict[str, Callable[[random.Random, bool], Item]] = {
-    "boolq": boolq,
-    "piqa": piqa,
-    "hellaswag": hellaswag,
-    "winogrande": winogrande,
-    "arc_easy": arc_easy,
-    "arc_challenge": arc_challenge,
-    "openbookqa": openbookqa,
-}
+_TASKS = (boolq, piqa, hellaswag, winogrande, arc_easy, arc_challenge, openbookqa)
+MAKERS: dict[str, Callable[[random.Random, bool], Item]] = {make.__name__: make for make in _TASKS}
 
 
 def gold_index(task: str, item: Item) -> int:
