@@ -163,6 +163,7 @@ OTHERWISE = {
     ("status.json", "flipped"): "unseen",
     **{("all_methods_results.csv", damage): "unseen" for damage in ("flipped", "of another", "NaN")},
     **{(kind, "folder"): "refused" for kind in (*KINDS, *OF_OTHERS)},  # nothing could be stored there
+    ("ledger", "folder"): "to be computed again",  # a folder is no record
     # What is not there, is not known to have been, unless something speaks of it:
     **{(kind, "removed"): "to be computed again" for kind in ("ledger", "baseline.json")},
     ("passes", "removed"): "unseen",

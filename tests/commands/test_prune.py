@@ -203,7 +203,7 @@ def test_each_ratio_of_a_search_has_its_best_model(
     records = [read(path) for path in (found.folder / "ledger").glob("*.json")]
     assert len(records) == 12  # random stands once at each ratio in each shape
     assert len([*(found.folder / "passes").iterdir()]) == 2
-    assert list(read(found.folder / "baseline.json")) == ["tiny-llama"]
+    assert set(read(found.folder / "baseline.json")) == {"checksum", "tiny-llama"}
     complete = [record for record in records if record["status"] == "complete"]
     assert {record["config"]["shape"] for record in complete} == set(shapes)
     for record in complete:
@@ -238,34 +238,6 @@ def test_another_model_is_not_pruned_by_this_search(
     assert "is not in" in sentence("--config", searched.folder, "--model", "mistral", "--output", tmp_path / "o")
     told = sentence("--config", searched.folder, "--output", tmp_path / "o")
     assert "holds 3 results" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
-
-
-def as_of_an_older_version(experiment: Path, key: str) -> None:
-    """Without checksums, by which no plan can be proven."""
-    for file in (experiment / "experiment.json", experiment / "ledger" / f"{key}.json"):
-        values = {name: value for name, value in read(file).items() if name not in ("checksum", "files")}
-        file.write_text(json.dumps(values), encoding="utf-8")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"kept_groups": []}, "removes all attention of layer 0"),
-        ({"kept_groups": [0, 4]}, "KV groups in layer 0 that tiny-llama does not have"),
-    ],
-)
-def test_a_plan_that_leaves_no_working_model(
-    searched: Searched, sentence: Callable[..., str], tmp_path: Path, change: dict[str, list[int]], word: str
-) -> None:
-    experiment = tmp_path / "changed"
-    shutil.copytree(searched.folder, experiment, ignore=shutil.ignore_patterns("tune", "best", "tensorboard"))
-    path = experiment / searched.best["tiny-llama"]["output_dir"] / "pruning_plan.json"
-    plan = read(path)
-    plan["layers"][0] |= change
-    path.write_text(json.dumps(plan), encoding="utf-8")
-    as_of_an_older_version(experiment, path.parent.name)
-    assert word in sentence("--config", experiment, "--model", "tiny-llama", "--output", tmp_path / "o")
 
 
 @pytest.mark.slow
