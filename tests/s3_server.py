@@ -78,7 +78,7 @@ def forget_clients() -> None:
     """A client keeps the address and the credentials that it was made with."""
     import s3fs
 
-    from tune_prune.core import object_storage
+    from tune_prune.core import store as object_storage
 
     object_storage._client.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.core import object_storage
+from tune_prune.core import store as object_storage
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.store import Store
 
 HOLD = """
 import sys
-from tune_prune.core import object_storage
+from tune_prune.core import store as object_storage
 from tune_prune.core.store import open_store
 object_storage.LEASE_S = float(sys.argv[2])
 with open_store(sys.argv[1]).lock():

@@ -42,7 +42,7 @@ _S3_SERVER = Path(__file__).parents[2] / "tests" / "s3_server.py"
 _SHORT_LEASE = """
 import sys
 from tune_prune.commands import search
-from tune_prune.core import object_storage
+from tune_prune.core import store as object_storage
 object_storage.LEASE_S = 3.0  # what a killed search keeps the next one waiting for; a minute otherwise
 sys.exit(search.main())
 """

@@ -110,11 +110,11 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "newer": (put("schema_version", value=2), "schema_version is 2"),
     "format": (put("format", value="pickle"), "format is 'pickle'; it must be 'hf', 'hf-padded' or 'gguf'"),
     "no parameters": (put("params", value=0), "params is 0; it must be greater than or equal to 1"),
-    "other base size": (put("base", "params", value=7), "base.params says 7"),
-    "a layer too many": (put("base", "layers", value=6), "plan.layers has 5 layers, base.layers says 6"),
+    "other base size": (put("base", "params", value=7), "plan is not what a checkpoint has, or contradicts"),
+    "a layer too many": (put("base", "layers", value=6), "plan is not what a checkpoint has, or contradicts"),
     "groups twice": (put("plan", "layers", 1, "kept_groups", value=[1, 1]), "plan.layers[1].kept_groups is [1, 1]"),
-    "dropped but kept": (put("dropped_layers", value=[2]), "dropped_layers names layer 2"),
-    "file elsewhere": (put("files", value={"../x": {"bytes": 1, "sha256": "0"}}), "files names '../x'"),
+    "dropped but kept": (put("dropped_layers", value=[2]), "dropped_layers is not"),
+    "file elsewhere": (put("files", value={"../x": {"bytes": 1, "sha256": "0"}}), "files is not"),
     "no seq_len": (put("config", "seq_len", value=...), "config.seq_len is missing"),
 }
 
@@ -140,7 +140,7 @@ def test_other_kept_groups_are_noticed(folder: Path) -> None:
     layer = next(index for index, kept in enumerate(groups) if 0 < len(kept) < 4)
     others = sorted(set(ALL_GROUPS) - set(groups[layer]))[:1] + list(groups[layer][1:])
     change_json(folder / MANIFEST, put("plan", "layers", layer, "kept_groups", value=sorted(others)))
-    assert "structure is not the digest" in refused(folder)
+    assert "structure is not what" in refused(folder)
 
 
 def test_every_item_of_the_trial_comes_back_exactly(checkpoint: Path, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def another_file_first(folder: Path) -> None:
     ("damage", "says"),
     [
         (flip_last_byte, "the content of model.safetensors has changed"),
-        (widen, r"model.safetensors has [\d,]+ bytes, [\d,]+ by the manifest"),
+        (widen, "the content of model.safetensors has changed"),
         (lambda folder: (folder / "model.safetensors").unlink(), "weight file model.safetensors is missing"),
         (without_a_shard, "weight file model-00002-of-00002.safetensors is missing"),
         (another_file_first, "model.safetensors would be loaded, which the manifest does not list"),
@@ -222,14 +222,15 @@ def per_layer(index: int, **sizes: int) -> Callable[[dict[str, Any]], None]:
     return lambda values: values["per_layer_config"][str(index)].update(sizes)
 
 
+OTHER_SIZES = "config.json states other layers, or other sizes"
 OTHER_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another family": (put("model_type", value="tune_prune_qwen2"), "config.json is that of a tune_prune_qwen2 model"),
     "fewer layers": (
         lambda values: (values.update(num_hidden_layers=4), values["per_layer_config"].pop("4")),
-        "config.json has 4 layers, the manifest 5",
+        OTHER_SIZES,
     ),
-    "another width": (per_layer(1, intermediate_size=63), "layer 1 has"),
-    "another vocabulary": (put("vocab_size", value=552), "parameters, the manifest"),
+    "another width": (per_layer(1, intermediate_size=63), OTHER_SIZES),
+    "another vocabulary": (put("vocab_size", value=552), OTHER_SIZES),
 }
 
 
@@ -250,7 +251,7 @@ def test_dropped_layers_are_left_out_of_the_comparison(context: TrialContext, tm
     geometry = loading.load_model(source, torch.float32, "cpu").geometry
     assert geometry.kv_heads == (2, 4, 0, 3) and geometry.mlp_width == (64, 45, 8, 64)
     change_json(folder / "config.json", per_layer(2, intermediate_size=9))
-    assert "layer 2 has 0 KV heads and 9 MLP channels by config.json, 0 and 8 by the manifest" in refused(folder)
+    assert OTHER_SIZES in refused(folder)
 
 
 def test_uniform_and_padded_checkpoints_are_ordinary_models(context: TrialContext, tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_uniform_and_padded_checkpoints_are_ordinary_models(context: TrialContex
         with pytest.raises(UserError, match="already pruned"):
             manifest.require_dense(source, config)
         change_json(folder / "config.json", put("intermediate_size", value=39))
-        assert "39 MLP channels by config.json" in refused(folder)
+        assert OTHER_SIZES in refused(folder)
 
 
 # --- the hub

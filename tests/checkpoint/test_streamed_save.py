@@ -96,18 +96,17 @@ def test_what_a_killed_save_has_left_is_cleared(tmp_path: Path, replaced: bool) 
         pass
     output = tmp_path / "small [1]"
     here, there = f"{platform.node()}-{ended.pid}", f"another-{platform.node()}-{ended.pid}"
-    old, left, older, *written = (
+    old, left, *written = (
         tmp_path / f".small [1].{end}"
         for end in (
             f"replaced-{here}",
             f"partial-{here}",
-            f"partial-{ended.pid}",  # of an older version
             f"partial-{platform.node()}-{os.getppid()}",
             f"partial-{there}",  # where that process may live
             f"replaced-{there}",
         )
     )
-    for path in (old, left, older, *written, *([output] if replaced else [])):
+    for path in (old, left, *written, *([output] if replaced else [])):
         path.mkdir()
         (path / "name").write_text(path.name)
     clear_killed(output)

@@ -25,8 +25,8 @@ SHORT = {
 LINES = r"""
 serch --model tiny-llama : unknown command 'serch' ; did you mean 'search'? ; known: analysis, evaluate, prune, search, speed
 search : --model is missing ; (see tune-prune search --help)
-search --model : --model has no value
-search tiny-llama : unexpected argument tiny-llama, every value follows its flag
+search --model : --model: expected one argument
+search tiny-llama : unrecognized arguments: tiny-llama
 search TINY --modle x : unknown flag --modle, did you mean --model?
 search --modle x --inlin : unknown flag --modle, did you mean --model?; unknown flag --inlin, did you mean --inline?
 search -m tiny-llama : unknown flag -m, did you mean --model or --memory? ; --help-all)
@@ -74,7 +74,7 @@ search TINY --tasks ../x : '../x' is not the name of a task
 search TINY --dtype float16 : --dtype: unknown value 'float16' ; bfloat16
 search TINY --scheduler pbt : --scheduler: unknown value 'pbt' ; asha
 search TINY --calibration wikitext : 'wikitext' ; did you mean 'wikitext2'?
-search TINY --calibration embedded+ : a mixture with an empty name
+search TINY --calibration embedded+ : is neither a file nor a known source
 search TINY --data-dir nope : --data-dir nope ; tasks/
 search TINY --memory 20 : --memory: '20' is not an amount of memory ; 20GiB
 search TINY --memory 0GiB : --memory: '0GiB' is not an amount of memory
@@ -96,9 +96,8 @@ search TINY --name .. : '..' ; --name
 search TINY --name LONG : at most 100
 search TINY --name WIDE : at most 100 ; 255 bytes
 search TINY --storage-path LONGER : which no file can be named by ; shorter name
-search TINY --storage-path ftp://bucket/x : ftp://b ; file://, s3://, gs://
-search TINY --storage-path s3:/bucket/x : write s3://bucket/x, or ./s3:/bucket/x
-search TINY --storage-path memory://x : of a scheme that results cannot be kept on ; s3://
+search TINY --storage-path ftp://bucket/x : ftp://bucket/x is no address of results ; write s3://bucket/prefix
+search TINY --storage-path s3:/bucket/x : s3:/bucket/x is no address of results
 search TINY --storage-path /dev/null/x : /dev/null is a file ; --storage-path
 search TINY --storage-path gone/below : gone is a link that leads nowhere ; --storage-path
 search TINY --storage-path loop/below : loop is a link that leads nowhere ; --storage-path
@@ -122,13 +121,13 @@ search --status nope --gpu 4090 --dry-run : the experiment 'nope'
 search --status file : the experiment 'file', which is not in
 search --status ./gone : which is not in ray_results
 search --status x --storage-path file : the experiment 'x', which is not in
-search --status x --storage-path gs:b : write gs://b, or
-prune : --output is missing
+search --status x --storage-path gs:b : gs:b is no address of results
+prune : the following arguments are required: --output
 prune --output out : --model, --method, --seq-len, --num-samples are missing ; --config
 prune --model tiny-llama --method taylor --output out : --seq-len, --num-samples are missing
 prune --config nope.json --output out : nope.json does not exist ; global_best_config.json
 prune --config thesis.tex --output out : is no JSON file; name the global_best_config.json
-prune --config s3:/b/x --output out : write s3://b/x, or
+prune --config s3:/b/x --output out : s3:/b/x is no address of results
 prune PRUNE --base x : --base x is for --config
 prune PRUNE --model tiny-qwen2 : --model is given twice ; prune takes one
 prune --model tiny-llama --method tailor --seq-len 16 --num-samples 8 --output out : 'tailor' ; did you mean 'taylor'
@@ -142,7 +141,7 @@ prune PRUNE --recovery lora --recovery-rate 2 : --recovery-rate: '2' ; at most 1
 prune --model tiny-llama --method taylor --seq-len 4096 --num-samples 8 --output out : 4096 ; 512
 prune TAYLOR --output s3:/b/x : --output s3:/b/x is no folder
 prune TAYLOR --output file : --output ; exists and is not a folder
-evaluate : --model is missing
+evaluate : the following arguments are required: --model
 evaluate --model tiny-llama --model tiny-qwen2 : --model is given twice ; evaluate takes one
 evaluate --model tiny-llama --limit 0 : --limit: '0' ; from 1
 evaluate --model tiny-llama --device tpu : --device: unknown value 'tpu' ; cuda
@@ -178,7 +177,7 @@ analysis x --rule smallest --within nan : 'nan' is not a number of percentage po
 analysis x --overwrite : --overwrite is for --export-study
 analysis x --export-study y.db --rule kl : --rule is for the report, and --export-study writes the trials alone
 analysis x --export-study y.db --percent : --percent is for the report
-analysis s3:/b/x : write s3://b/x, or
+analysis s3:/b/x : s3:/b/x is no address of results
 analysis x --output s3:/b/x : 's3:/b/x' is no folder
 analysis --csv M=gone : cannot be read as a CSV file
 """.strip().splitlines()

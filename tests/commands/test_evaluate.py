@@ -236,10 +236,9 @@ def test_differences_are_shown_and_what_differs_in_the_protocol_is_said(
     argv = ["--tasks", "boolq", "--limit", "5", "--device", "cpu", "--perplexity-window", "512"]
     assert evaluate.main(["--model", str(small), *argv]) == 0
     out = capfd.readouterr().out
-    assert "note: the recorded perplexity is not compared: its windows have 128 tokens, these 512; "
-    assert "measure with --perplexity-window 128 to compare\n" in out
+    assert "note: the recorded perplexity is not compared: perplexity_window was 128, and is 512\n" in out
     assert re.search(r"^boolq +acc +[\d.]+ ± [\d.]+ +– +– ", out, re.MULTILINE)
-    assert "note: the recorded accuracies are not compared: they are over at most 20 questions a task" in out
+    assert "note: the recorded accuracies are not compared: limit was 20, and is 5\n" in out
 
 
 def test_a_pruned_checkpoint_without_its_manifest(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -350,7 +349,7 @@ def test_gguf_files_are_named_themselves(sentence: Callable[..., str], tmp_path:
     folder.mkdir()
     file = folder / "model.gguf"
     file.write_bytes(b"GGUF")
-    assert f"name the file: --model {file}" in sentence("--model", folder)
+    assert f"name the GGUF file in it: --model {file}" in sentence("--model", folder)
     assert "no whole GGUF file" in sentence("--model", file, "--data-dir", data_folder(tmp_path / "texts"))
     dense = model_folder(tmp_path / "dense")
     (dense / "model.safetensors").rename(dense / "model.gguf")

@@ -18,7 +18,7 @@ import tune_prune
 from tests.s3_server import Server
 from tests.store_contract import other_search
 from tune_prune.commands import analysis, evaluate, prune, search
-from tune_prune.core import object_storage
+from tune_prune.core import store as object_storage
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import LEDGER, FolderStore, Store, open_store
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow  # a search on a server, killed
 WITH_SHORT_LEASE = f"""
 import sys
 from tune_prune.commands import search
-from tune_prune.core import object_storage
+from tune_prune.core import store as object_storage
 object_storage.LEASE_S = {LEASE_S}
 search.main(sys.argv[1:])
 """
@@ -158,7 +158,7 @@ def test_a_record_that_comes_late_replaces_none(searched: Searched) -> None:
     ("main", "argv", "sentence"),
     [
         (search.main, ["--storage-path", "s3://no-such-bucket/x"], "there is no s3://no-such-bucket; create it"),
-        (search.main, ["--storage-path", "hdfs://host/x"], "of a scheme that results cannot be kept on"),
+        (search.main, ["--storage-path", "hdfs://host/x"], "is no address of results"),
         (prune.main, ["--output", "s3://bucket/model", "--config", "x"], "is no folder, which a checkpoint is"),
         (analysis.main, ["s3://bucket/x", "--output", "s3://bucket/out"], "is no folder; name one"),
         (analysis.main, ["s3://nothing-here"], "s3://nothing-here is not an experiment"),

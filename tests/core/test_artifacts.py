@@ -152,13 +152,6 @@ def test_a_file_with_a_right_checksum_and_wrong_contents_is_computed_again(store
     assert store.get("importance", KEY, read).keys() == ARRAYS.keys()
 
 
-def test_a_folder_in_the_place_of_a_file_has_to_go(store):
-    store.path("importance", KEY).mkdir(parents=True)
-    with pytest.raises(UserError) as caught:
-        store.get("importance", KEY, dict)
-    assert str(caught.value) == f"{store.path('importance', KEY)} is a folder, where a file belongs; remove it"
-
-
 def test_a_write_that_fails_leaves_the_old_file_and_no_rest(store, monkeypatch):
     store.put("importance", KEY, ARRAYS)
 

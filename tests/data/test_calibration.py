@@ -79,12 +79,12 @@ def test_mixtures_are_resolved_text_by_text(tmp_path, monkeypatch):
     (tmp_path / "b+").mkdir()
     (tmp_path / "b+" / "c.txt").write_text("text")
     for name, words in {
-        "c4+": "a mixture with an empty name",
-        "c4+c4": "c4 is twice",
-        "a.txt+./a.txt": "a.txt is twice",
+        "c4+": "'' is neither a file nor",
+        "c4+c4": "c4+c4 is no mixture; name each text once",
+        "a.txt+./a.txt": "a.txt is no mixture",
         "wikitext+c4": "'wikitext' is neither a file nor",
         "c4+~nobody-here/a.txt": "'~nobody-here/a.txt' is neither a file nor a known source",
-        "b+/c.txt": "has +/ in its path",
+        "b+/c.txt": "rename a path that has a plus sign",
     }.items():
         with pytest.raises(UserError, match=re.escape(words)) as error:
             resolve(name, None, True)

@@ -31,8 +31,6 @@ REFUSED = {
     "Python name": ("description: !!python/name:os.system", ["line 5", "os.system", "--trust-tasks"]),
     "file elsewhere": ("include: /etc/passwd", ["includes /etc/passwd", "outside its folder", "--trust-tasks"]),
     "link to elsewhere": ("include: link.yaml", ["link.yaml", "outside its folder"]),
-    "itself": ("include: task.yaml", ["task.yaml", "includes it again"]),
-    "itself through another": ("include: [circle.yaml]", ["circle.yaml", "includes it again"]),
     "file that is not there": ("include: gone.yaml", ["gone.yaml", "not there"]),
     "a link that leads to itself": ("include: loop.yaml", ["loop.yaml", "not there"]),
     "code of a data set": ("custom_dataset: evil.go", ["custom_dataset", "plain data", "--trust-tasks"]),
@@ -43,13 +41,13 @@ REFUSED = {
     "a metric of the hub": ("metric_list: [{metric: acc, hf_evaluate: true}]", ["acc with hf_evaluate", "a program"]),
     "a list as text": ("description: [1]", ["description is [1]", "a text"]),
     "no mapping": ("- 1", ["not valid YAML"]),
-    "deep": ("description: " + "[" * 90_000, ["nested too deeply"]),
+    "deep": ("description: " + "[" * 90_000, ["not valid YAML", "recursion depth"]),
     "aliases": (
         "metadata: [&a0 [1, 1], " + ", ".join(f"&a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)) + "]",
-        ["more than 10,000 values"],
+        ["aliases (*) are not read"],
     ),
-    "merges": ("metadata: [&a {k: v}, {<<: [*a, *a]}]", ["not valid YAML", "merge keys (<<) are not read"]),
-    "a value in itself": ("metadata: &a [*a]", ["more than 20 levels"]),
+    "merges": ("metadata: [&a {k: v}, {<<: [*a, *a]}]", ["not valid YAML", "aliases (*) are not read"]),
+    "a value in itself": ("metadata: &a [*a]", ["aliases (*) are not read"]),
     "long": ("description: " + "x" * 100_000, ["bytes", "at most 100,000"]),
     "a huge number": ("repeats: 1" + "0" * 5000, ["not valid YAML"]),
 }
@@ -64,7 +62,6 @@ def test_what_is_not_data_is_refused_in_a_sentence(addition: str, words: list[st
     (tmp_path / "secret.yaml").write_text("description: secret\n")
     (folder / "link.yaml").symlink_to(tmp_path / "secret.yaml")
     (folder / "loop.yaml").symlink_to(folder / "loop.yaml")
-    (folder / "circle.yaml").write_text("include: task.yaml\n")
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
         read_definition(folder / "task.yaml")

@@ -60,9 +60,7 @@ def test_a_file_is_held_against_the_manifest_beside_it(variant: str, words: Path
     with pytest.raises(UserError, match=rf"the content of {file.name} has changed \(its SHA-256 differs\)"):
         tune_prune.open(file, data_dir=data)
     saved(build_tiny(variant, torch.float32, **SIZES), words, file)
-    with pytest.raises(
-        UserError, match=rf"layer 0 has 4 KV heads and 40 MLP channels by {file.name}, 4 and 17 by the manifest"
-    ):
+    with pytest.raises(UserError, match=rf"{file.name} states other layers, or other sizes"):
         tune_prune.open(file, data_dir=data)
 
 

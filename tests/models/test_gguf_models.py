@@ -241,8 +241,8 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "no word of BOS": (_of_llama_3, r"a text begins with a BOS token .* its tokenizer, 'llama-bpe', it does in llama.cpp"),
     "unknown split": (put("tokenizer.ggml.pre", "viking", TEXT_TYPE), r"tokenizer.ggml.pre 'viking'"),
     "whole numbers": (_add("blk.0.extra", gguf.GGMLQuantizationType.I32), r"blk.0.extra is of type I32"),
-    "missing tensor": (_drop, r"it lacks blk.2.ffn_up.weight; give the model in Hugging Face format"),
-    "more tensors": (_add("blk.0.extra.weight"), r"blk.0.extra.weight has no place in it"),
+    "missing tensor": (_drop, r"it lacks blk.2.ffn_up.weight, .*; give the model in Hugging Face format"),
+    "more tensors": (_add("blk.0.extra.weight"), r"blk.0.extra.weight has no place in the model"),
     "biases": (_add("blk.0.attn_q.bias"), r"biases that transformers' llama models do not have \(blk.0.attn_q.bias\)"),
     "other size": (put("llama.feed_forward_length", 48, U32), r"blk.0.ffn_gate.weight is \[40, 32\], not \[48, 32\]"),
     "absurd size": (put("llama.block_count", 2**31, U32), r"num_hidden_layers 2.15e\+09"),
@@ -272,17 +272,8 @@ def test_damaged_files_are_refused(tiny_file: Path, tmp_path: Path):
         with pytest.raises(UserError, match=r"is no whole GGUF file|is cut off") as error:
             load(file)
         assert f"{name}.gguf" in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"holds a GGUF file and no config.json; name the file: --model .*begun.gguf"):
+    with pytest.raises(UserError, match=r"no config.json; name the GGUF file in it: --model .*begun.gguf"):
         catalog.resolve(str(tmp_path))
-
-
-STATED: dict[str, tuple[int, int, tuple[Any, ...]]] = {  # tensors, settings, and what follows, each with its code
-    "entries": (0, 1, ("Q", 0, "I", ARRAY, "I", U32, "Q", 2**60)),
-    "a text": (0, 1, ("Q", 0, "I", TEXT_TYPE, "Q", 2**63)),
-    "arrays of arrays": (0, 1, ("Q", 0, "I", ARRAY, *("I", ARRAY, "Q", 1) * 3000, "I", U32, "Q", 0)),
-    "settings": (0, 2**62, ()),
-    "dimensions": (1, 0, ("Q", 0, "I", 2**31)),
-}
 
 
 def test_a_pointer_in_the_place_of_a_file_is_called_that(tmp_path: Path):
@@ -291,17 +282,6 @@ def test_a_pointer_in_the_place_of_a_file_is_called_that(tmp_path: Path):
         UserError, match=r"model\.gguf is a pointer of Git LFS in the place of the file; run `git lfs pull`"
     ):
         load(tmp_path / "model.gguf")
-
-
-@pytest.mark.parametrize("what", STATED)
-def test_what_a_header_states_is_not_believed(what: str, tmp_path: Path):
-    tensors, settings, more = STATED[what]
-    content = struct.pack(f"<IQQ{''.join(more[::2])}", 3, tensors, settings, *more[1::2])
-    file = tmp_path / "vast.gguf"
-    file.write_bytes(b"GGUF" + content + bytes(16))
-    with pytest.raises(UserError, match=r"vast.gguf is no whole GGUF file of a version that is known") as error:
-        load(file)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_the_origin_stands_in_experiment_manifest_and_card(

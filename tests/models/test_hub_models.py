@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import AutoTokenizer
 
 from tests.search_folders import data_folder, in_hub_cache
@@ -57,33 +56,32 @@ def test_weights_are_fetched_before_workers_ask_for_them(
     folder = cached_model(tmp_path, "acme/tiny", COMMITS[0])
     (folder / "model.safetensors").unlink()
     shards = ["model-1.safetensors", "model-2.safetensors"]
-    there = {"model.safetensors.index.json", "consolidated.safetensors", *shards} if sharded else {"model.safetensors"}
-    asked: list[str] = []
+    stored = ["model.safetensors.index.json", *shards] if sharded else ["model.safetensors"]
+    asked: list[list[str]] = []
 
-    def download(repo: str, name: str, revision: str) -> str:
-        asked.append(name)
-        if name not in there:
-            raise RemoteEntryNotFoundError(f"no {name}", response=SimpleNamespace(headers={}, request=None))
-        index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
-        (folder / name).write_text(json.dumps(index) if name.endswith("json") else "", encoding="utf-8")
-        return str(folder / name)
+    def download(repo: str, revision: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        for name in [*stored, "consolidated.safetensors"]:
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
+                (folder / name).write_text(json.dumps(index) if name.endswith("json") else "", encoding="utf-8")
+        return str(folder)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     source = resolve("acme/tiny", COMMITS[0])
     loading.fetch_weights(source)
     assert asked == []  # tests are offline
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    loading.fetch_weights(source)
-    assert asked == ["model.safetensors", "model.safetensors.index.json", *shards][: 4 if sharded else 1]
-    asked.clear()
-    loading.fetch_weights(source)
-    assert asked == []
-    (folder / "model-1.safetensors" if sharded else folder / "model.safetensors").unlink()
+    for _ in range(2):
+        loading.fetch_weights(source)
+    assert len(asked) == 1 and all((folder / name).exists() for name in stored)
+    assert not (folder / "consolidated.safetensors").exists()
+    (folder / stored[-1]).unlink()
 
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(UserError, match="could not be downloaded"):
         loading.fetch_weights(source)
 

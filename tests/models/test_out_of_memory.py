@@ -73,7 +73,7 @@ def test_what_real_allocators_say_is_understood():
     for run in (lambda: torch.empty(2**45, dtype=torch.uint8), lambda: np.empty(2**45, dtype=np.uint8)):
         found = attempt(run, CPU)
         assert isinstance(found, Shortage) and found.asked == 2**45
-        assert found.free is not None and found.free < 100 * free
+        assert found.free < 100 * free
 
 
 def test_what_the_failed_attempt_had_is_gone_when_the_next_one_begins():
@@ -111,27 +111,16 @@ def test_where_nothing_fits_the_error_has_the_figures(monkeypatch):
     assert ", 3.0 GiB free; the first of 3 ways tried: resident); stop, free some of this cpu's memory" in said
 
 
-@pytest.mark.parametrize(
-    ("free", "words"),
-    [
-        (
-            "40.10",
-            "(2.0 GiB asked for, of 38.9 GiB that this trial may take); use a larger --gpus-per-trial, stop, take a machine",
-        ),
-        (
-            "1.10",
-            "(2.0 GiB asked for, 1.1 GiB free); stop, free some of this GPU's memory, take a machine",
-        ),  # others have it
-    ],
-)
-def test_a_trial_that_fills_its_share_of_a_gpu_is_told_so(free, words):
+def test_a_trial_that_fills_its_share_of_a_gpu_is_told_so():
     def run(_):
         raise torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which {free} GiB is free. "
-            "Process 2102129 has 37.54 GiB memory in use. Including non-PyTorch memory, this process has 38.00 GiB memory in use. "
-            "38.90 GiB allowed; Of the allocated memory 37.44 GiB is allocated by PyTorch, and 59.88 MiB is reserved by PyTorch"
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.10 GiB is free. "
+            "38.90 GiB allowed; Of the allocated memory 37.44 GiB is allocated by PyTorch"
         )
 
     with pytest.raises(OutOfMemory) as raised:
         first_that_fits("kl", HALVED[:1], run, torch.device("cuda"), lambda: "stop")
-    assert words in str(raised.value)
+    told = (
+        "(2.0 GiB asked for, 1.1 GiB free); stop, free some of this GPU's memory, use a larger --gpus-per-trial, take"
+    )
+    assert told in str(raised.value)

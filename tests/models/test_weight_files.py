@@ -169,7 +169,7 @@ def test_a_config_without_a_data_type_leaves_it_to_the_files(files: str, place: 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"<html>Not found</html>", "it holds no weights"), ([1, 2], "it holds no tensors by name"), (None, "bytes")],
+    [(b"<html>Not found</html>", "is no file of weights"), ([1, 2], "it holds no tensors by name"), (None, "bytes")],
     ids=["a page", "a list", "cut off"],
 )
 def test_what_is_no_weights_in_a_pickled_file_is_said(content: object, says: str, folder: Path) -> None:

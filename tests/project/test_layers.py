@@ -32,7 +32,7 @@ ONLY_IN = {
     "jinja2": ("analysis.render.templating", "checkpoint.card", "data.template_process"),
     "markupsafe": ("analysis.render.templating",),
     "gguf": ("checkpoint.gguf", "models.gguf.header", "models.gguf.convert"),
-    "fsspec": ("core.object_storage",),
+    "fsspec": ("core.store",),
     "tqdm": ("core.terminal",),
     "peft": ("pruning.compensation.recovery",),
     "tensorboard": ("tuning.observers.tensorboard",),

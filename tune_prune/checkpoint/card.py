@@ -25,7 +25,7 @@ from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text, number
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.kinds import texts_of
-from tune_prune.core.measures import wilson_interval, wilson_items
+from tune_prune.core.measures import fraction, wilson_interval, wilson_items
 from tune_prune.core.terminal import markdown, markdown_code, printable
 from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2
 from tune_prune.models.geometry import Geometry
@@ -203,22 +203,16 @@ def measured_on(manifest: Manifest) -> str:
     if protocol.perplexity_tokens is not None:
         text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
     count = "all questions" if protocol.limit is None else f"the first {protocol.limit:,} questions"
-    tasks = "the tasks embedded in tune_prune" if own_data else _tasks(protocol.tasks, source.data_dir is not None)
+    users = [task for task in protocol.tasks if task not in ZERO_SHOT_METRIC and source.data_dir is not None]
+    whose = ["lm-eval's zero-shot tasks"] * (len(users) < len(protocol.tasks))
+    whose += [f"the user's own {', '.join(map(markdown, users))}"] * bool(users)
+    tasks = "the tasks embedded in tune_prune" if own_data else " and of ".join(whose)
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
     sentence = (
         f"Measured by tune_prune in {markdown(source.dtype)}: perplexity on {text}, in windows of at most "
         f"{protocol.perplexity_window:,} tokens; accuracy on {count} of each of {tasks}"
     )
     return f"{sentence}." if chance is None else f"{sentence} (chance: {fraction(chance)} on average)."
-
-
-def _tasks(tasks: Sequence[str], of_folder: bool) -> str:
-    """Return whose these tasks are; `of_folder`: their items, and definitions of those that lm-eval may not have, are in a folder
-    of the user's."""
-    users = [task for task in tasks if task not in ZERO_SHOT_METRIC] if of_folder else []
-    named = [] if len(users) == len(tasks) else ["lm-eval's zero-shot tasks"]
-    named += [f"the user's own {', '.join(map(markdown, users))}"] if users else []
-    return " and of ".join(named)
 
 
 def _layers(manifest: Manifest) -> str:
@@ -275,11 +269,6 @@ def metric(metrics: Mapping[str, Any], name: str) -> float | None:
     """Return a recorded number; None where there is none, or it is not a number."""
     value = None if metrics.get(name) is None else float(number(metrics[name]))
     return None if value is None or math.isnan(value) else value
-
-
-def fraction(value: float) -> str:
-    """Return a fraction with 4 digits and no leading zero, as accuracies are published: .5980."""
-    return f"{value:.4f}".removeprefix("0")
 
 
 def accuracy(metrics: Mapping[str, Any], name: str) -> str:

@@ -1,24 +1,17 @@
-"""How fast models are, side by side: prefill and decode in tokens per second, and the most memory each takes.
+"""Speed of models, side by side: prefill and decode in tokens per second, and the most memory each takes.
 
 Seconds of different runs do not compare, on a machine that others use or that gets warm. So all models are measured in
 one run and take turns: every round measures each of them once, the first round is a warm-up that does not count, and a
-result is the median over the other rounds. What is compared is the ratio of medians; the ratios of single rounds, from the lowest
-to the highest, say how far to trust it.
+result is the median over the other rounds. What is compared is the ratio of medians.
 
-A turn is a prompt of random tokens (the same for all models), then greedy decoding with the cache:
+A turn is a prompt of random tokens (the same for all models): one forward pass with logits of its last position only, as
+generate() makes it. Then `new_tokens` forward passes of one token each, greedily with the cache; generate() would add its own
+bookkeeping. On a GPU a step is one CUDA graph over a static cache: launched kernel by kernel, a step of a 7B model waits for
+the CPU four fifths of its time. Where a step of one of the models cannot be captured, all are launched kernel by kernel.
 
-    prefill     one forward pass over the prompt, with logits of its last position only, as generate() makes it
-    decode      `new_tokens` forward passes of one token each. They are called one by one: generate() would add its own
-                bookkeeping, which costs small models as much as their arithmetic and is the same for dense and pruned.
-                On a GPU a step is one CUDA graph over a static cache: launched kernel by kernel, a step of a 7B model waits
-                for the CPU four fifths of its time, and every model takes as long. Where a step of one of the models cannot be
-                captured (caches of sliding windows), all are launched kernel by kernel
-
-Tokens per second are those of the whole batch. Peak memory is what the model alone would need, though others are loaded
-beside it (a pruned copy in memory even shares tensors with its dense model): the bytes of its weights, and the most that
-was alive at once beyond what was there before the turn. On a GPU torch's allocator tells; on a CPU every tensor is
-followed from the operation that made it to its end, as the resident set says little there: freed memory stays in it. What
-an operation takes and gives back within itself is seen on the GPU only.
+Tokens per second are those of the whole batch. Peak memory is what the model alone would need: the bytes of its weights, and
+the most that was alive at once beyond what was there before the turn. On a GPU torch's allocator tells; on a CPU every tensor
+is followed from the operation that made it to its end, as freed memory stays in the resident set.
 """
 
 from __future__ import annotations
@@ -74,7 +67,7 @@ class GenerationSpeed:
 class _Turn:
     prefill_s: float
     decode_s: float
-    peak_bytes: int | None  # beyond what was there before; None where this turn did not measure it
+    peak_bytes: int = 0  # beyond what was there before; 0 where this turn did not measure it
 
 
 def measure(
@@ -96,6 +89,7 @@ def measure(
     vocabulary = min(int(model.config.vocab_size) for model in models.values())
     prompt = torch.randint(vocabulary, (batch_size, prompt_tokens), generator=torch.Generator().manual_seed(SEED))
     graph = all(_captured(model, prompt) for model in models.values())
+    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
     turns: dict[str, list[_Turn]] = {name: [] for name in models}
     with terminal.step("speed", lambda: (1 + repeats) * len(models), "turns") as advance:
         for round_number in range(1 + repeats):
@@ -106,13 +100,13 @@ def measure(
         name: GenerationSpeed(
             prefill_tokens_per_s=prompt.numel() / statistics.median(turn.prefill_s for turn in turns[name][1:]),
             decode_tokens_per_s=batch_size * new_tokens / statistics.median(turn.decode_s for turn in turns[name][1:]),
-            peak_memory_bytes=_weight_bytes(model) + max(turn.peak_bytes or 0 for turn in turns[name]),
+            peak_memory_bytes=sum(p.nbytes for p in model.parameters()) + max(turn.peak_bytes for turn in turns[name]),
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
             batch_size=batch_size,
             repeats=repeats,
             dtype=str(model.dtype).removeprefix("torch."),
-            device=_device_name(model.device),
+            device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else f"CPU, {threads}",
             graph=graph,
             prefill_s=tuple(turn.prefill_s for turn in turns[name][1:]),
             decode_s=tuple(turn.decode_s for turn in turns[name][1:]),
@@ -145,7 +139,7 @@ def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up
             return _Turn(*_seconds(model, prompt, new_tokens), live.peak_bytes)
     seconds_of = partial(_static_seconds, captured=captured) if graph else _seconds
     if warm_up or not on_gpu:
-        return _Turn(*seconds_of(model, prompt, new_tokens), None)
+        return _Turn(*seconds_of(model, prompt, new_tokens))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -238,18 +232,6 @@ class _LiveTensors(TorchDispatchMode):
     def _freed(self, address: int, size: int) -> None:
         self._alive.discard(address)
         self.now_bytes -= size
-
-
-def _weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of every distinct parameter."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{device.type.upper()}, {threads} thread{'s' * (threads != 1)}"
 
 
 def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:

@@ -46,7 +46,12 @@ class LayerWidths:
 def compact(pruned: Sketch, family: Family) -> tuple[Sketch, list[int]]:
     """Drop the empty layers of a pruned model; returns the numbers that they had, too."""
     layers = decoder_layers(pruned.model, family)
-    dropped = [index for index, layer in enumerate(layers) if not _outputs(layer, family)]
+    # By these parameters a layer adds something to what it passes on.
+    dropped = [
+        index
+        for index, layer in enumerate(layers)
+        if not any(True for name in (family.attention, family.mlp) for _ in layer.get_submodule(name).parameters())
+    ]
     if not dropped:
         return pruned, dropped
     kept = [index for index in range(len(layers)) if index not in dropped]
@@ -79,41 +84,26 @@ def check_plan(plan: PruningPlan, dense: LoadedModel) -> None:
             f"the plan is for a model of {len(plan.kept_groups)} layers and {plan.total_params:,} parameters, but {label} has "
             f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
         )
-    for layer in range(geometry.num_layers):
-        for part, kept, size in (
-            ("KV groups", plan.kept_groups[layer], geometry.kv_heads[layer]),
-            ("MLP channels", plan.kept_channels[layer], geometry.mlp_width[layer]),
-        ):
-            if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(size)):
-                raise UserError(
-                    f"the plan keeps {part} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
-                    "restore the plan from a copy, or delete it to have it computed again"
-                )
-        if layer in geometry.cache_layers and not plan.kept_groups[layer]:
-            raise UserError(
-                f"the plan removes all attention of layer {layer}; a KV group must be kept there, because transformers, vLLM and "
-                "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
-            )
-
-
-def _outputs(layer: nn.Module, family: Family) -> Sequence[nn.Parameter]:
-    """Return the parameters by which a layer adds anything to what it passes on."""
-    return [p for name in (family.attention, family.mlp) for p in layer.get_submodule(name).parameters()]
+    kept = zip((*plan.kept_groups, *plan.kept_channels), (*geometry.kv_heads, *geometry.mlp_width), strict=True)
+    if any(list(part) != sorted(set(part)) or not set(part) <= set(range(size)) for part, size in kept):
+        raise UserError(
+            f"the plan keeps a KV group or MLP channel that {label} does not have, or one twice; restore the plan from a copy, or "
+            "delete it to have it computed again"
+        )
+    if gone := [layer for layer in geometry.cache_layers if not plan.kept_groups[layer]]:
+        raise UserError(
+            f"the plan removes all attention of layer {gone[0]}; a KV group must be kept there, because transformers, vLLM and "
+            "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
+        )
 
 
 def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
     """Return the sizes of every layer, read off its modules."""
     sizes = []
     for layer in decoder_layers(model, family):
-        attention, mlp = (layer.get_submodule(name) for name in (family.attention, family.mlp))
-        heads = kv_heads = channels = 0
-        if not isinstance(attention, RemovedBlock):
-            head_dim = family.head_dim(layer)
-            heads = cast(nn.Linear, attention.get_submodule(family.query)).out_features // head_dim
-            kv_heads = cast(nn.Linear, attention.get_submodule(family.key)).out_features // head_dim
-        if not isinstance(mlp, RemovedBlock):
-            channels = cast(nn.Linear, mlp.get_submodule(family.gate)).out_features
-        sizes.append(LayerWidths(heads, kv_heads, channels))
+        rows = {role: linear.out_features for role, linear in family.linears(layer).items()}
+        head_dim = family.head_dim(layer) if "key" in rows else 1
+        sizes.append(LayerWidths(rows.get("query", 0) // head_dim, rows.get("key", 0) // head_dim, rows.get("gate", 0)))
     return tuple(sizes)
 
 
@@ -248,63 +238,37 @@ class Sizes:
     macs_per_token: int
 
 
-def sizes(model: PreTrainedModel, family: Family, dtype: torch.dtype | None = None) -> Sizes:
-    """Return the sizes of `model`, whose layers may have lost blocks. Its weights and its cache are counted in `dtype`; by default
-    weights as they are, the cache in the dtype of the projections that fill it."""
+def sizes(model: PreTrainedModel, family: Family) -> Sizes:
+    """Return the sizes of `model`, whose layers may have lost blocks."""
     params = list(model.parameters())  # each once, however many modules share it
-    cache_bytes = macs = 0
-    for layer in decoder_layers(model, family):
-        parts = _projections(layer, family)
-        macs += sum(weight.numel() for weight in parts.values())
-        for role in ("key", "value"):
-            if role in parts:
-                cache_bytes += parts[role].shape[0] * (dtype or parts[role].dtype).itemsize
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear), "every family has a linear head"
+    projections = [family.linears(layer) for layer in decoder_layers(model, family)]
+    fill_cache = [layer[role] for layer in projections for role in ("key", "value") if role in layer]
     return Sizes(
         params=sum(p.numel() for p in params),
-        weight_bytes=sum(p.numel() * (dtype or p.dtype).itemsize for p in params),
-        kv_bytes_per_token=cache_bytes,
-        macs_per_token=macs + head.weight.numel(),
+        weight_bytes=sum(p.nbytes for p in params),
+        kv_bytes_per_token=sum(linear.out_features * linear.weight.dtype.itemsize for linear in fill_cache),
+        macs_per_token=sum(linear.weight.numel() for layer in projections for linear in layer.values())
+        + cast(nn.Linear, model.get_output_embeddings()).weight.numel(),
     )
 
 
-def _projections(layer: nn.Module, family: Family) -> dict[str, torch.Tensor]:
-    """Return the weights [out, in] of those projections that a layer still has, by role."""
-    modules = dict(layer.named_modules())
-    weights = {role: getattr(modules.get(path), "weight", None) for role, path in family.projections().items()}
-    return {role: weight for role, weight in weights.items() if weight is not None}
-
-
-def size_table(rows: Mapping[str, Sizes], disk_bytes: Mapping[str, int]) -> str:
-    """Return the sizes of several models in aligned columns, each number with its share of the first row's (the original).
-
-    `disk_bytes` are the bytes of the weight files, by row; a row that has none there gets a dash,
-    and without any there is no such column."""
-    names = list(rows)
-    columns: list[tuple[str, list[int | None]]] = [
-        ("parameters", [rows[name].params for name in names]),
-        ("bytes on disk", [disk_bytes.get(name) for name in names]),
-        ("cache bytes/token", [rows[name].kv_bytes_per_token for name in names]),
-        ("multiply-adds/token", [rows[name].macs_per_token for name in names]),
-    ]
-    table = [["", *map(row_label, names)]]
-    for title, values in columns:
-        if not any(values):
-            continue
-        table.append([title, *("-" if value is None else f"{value:,}" for value in values)])
-        table.append(["", *(share(value, values[0]) for value in values)])
-    return "\n".join(aligned([list(row) for row in zip(*table, strict=True)]))
+def size_table(rows: Mapping[str, Sizes]) -> str:
+    """Return the sizes of several models in aligned columns, each number with its share of the first row's (the original)."""
+    table = [["", *map(row_label, rows)]]
+    for title, field in (
+        ("parameters", "params"),
+        ("cache bytes/token", "kv_bytes_per_token"),
+        ("multiply-adds/token", "macs_per_token"),
+    ):
+        values = [getattr(sizes, field) for sizes in rows.values()]
+        table.append([title, *(f"{value:,}" for value in values)])
+        table.append(["", *(f"{100 * value / values[0]:.1f}%" if values[0] else "-" for value in values)])
+    return "\n".join(aligned(list(zip(*table, strict=True))))
 
 
 def row_label(name: str) -> str:
     """Return how a person calls a row of `Manifest.sizes`."""
     return {"dense": "original"}.get(name, name)
-
-
-def share(value: float | None, whole: float | None) -> str:
-    """Return `value` in percent of `whole`: 80.0%; a dash where that is not known."""
-    return "-" if value is None or not whole else f"{100 * value / whole:.1f}%"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

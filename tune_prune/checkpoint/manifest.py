@@ -11,14 +11,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer, PlainValidator, TypeAdapter
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, TypeAdapter
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import __version__
@@ -33,8 +31,8 @@ from tune_prune.core.validation import Count, Indices, Number, Positive, Text, v
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
+from tune_prune.models.families import PRUNED_PREFIX
 from tune_prune.models.gguf.files import GgufOrigin
-from tune_prune.models.registration import PREFIX
 from tune_prune.pruning.groups import PruningPlan
 
 MANIFEST = "tune_prune.json"
@@ -44,14 +42,6 @@ _PIECE_BYTES = 2**20
 Format = Literal["hf", "hf-padded", "gguf"]
 
 _AGAIN = f"copy the whole checkpoint again, or remove {MANIFEST} to use the files as they are"
-
-
-def _date(text: str) -> str:
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        raise PydanticCustomError("date", "Input should be an ISO date such as 2025-01-31") from None
-    return text
 
 
 @dataclass(frozen=True)
@@ -105,34 +95,24 @@ class Manifest(Provenance):
     files: dict[str, WeightFile]
     sizes: dict[str, Sizes]  # "dense", "pruned" and, where zeros were added, "padded"
     versions: dict[str, Text]  # package -> version
-    created: Annotated[str, AfterValidator(_date)]  # ISO date
+    created: Text  # ISO date
     speed: dict[str, GenerationSpeed] | None = None
     notes: list[str] = field(default_factory=list)  # caveats for users of the files, in sentences
     schema_version: Positive
 
     def __post_init__(self) -> None:
         plan, base = self.plan, self.base
-        if len(plan.kept_groups) != base.layers:
-            raise ValueError(f"plan.layers has {len(plan.kept_groups)} layers, base.layers says {base.layers}")
-        if plan.total_params != base.params or plan.removed_params >= plan.total_params:
-            raise ValueError(
-                f"plan removes {plan.removed_params:,} of {plan.total_params:,} parameters, base.params says {base.params:,}"
-            )
-        if plan.structure != self.structure:
-            raise ValueError("structure is not the digest of the groups that plan.layers keeps")
-        for layer in self.dropped_layers:
-            if layer >= base.layers:
-                raise ValueError(f"dropped_layers names layer {layer}, base.layers says {base.layers}")
-            if plan.kept_groups[layer] or plan.kept_channels[layer]:
-                raise ValueError(f"dropped_layers names layer {layer}, of which plan.layers[{layer}] keeps a part")
-        for name in ("dense", "pruned"):
-            if name not in self.sizes:
-                raise ValueError(f"sizes.{name} is missing")
-        for name in self.files:
-            if Path(name).name != name or name.startswith("."):
-                raise ValueError(f"files names {name!r}; it must be the plain name of a file of the checkpoint")
-        if not self.files:
-            raise ValueError("files is empty; it must name the weight files")
+        empty = {at for at, kept in enumerate(plan.kept_groups) if not kept and not plan.kept_channels[at]}
+        holds = {
+            "plan": len(plan.kept_groups) == base.layers and plan.removed_params < plan.total_params == base.params,
+            "structure": plan.structure == self.structure,
+            "dropped_layers": set(self.dropped_layers) <= empty,
+            "sizes": {"dense", "pruned"} <= self.sizes.keys(),
+            "files": self.files and not any(Path(name).name != name or name.startswith(".") for name in self.files),
+        }
+        for name, consistent in holds.items():
+            if not consistent:
+                raise ValueError(f"{name} is not what a checkpoint has, or contradicts the other fields")
 
     @property
     def for_text(self) -> bool:
@@ -212,12 +192,8 @@ def weight_file(path: Path) -> WeightFile:
 
 
 def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig, file: Path | None = None) -> None:
-    """Raise UserError unless `config` and the weight files of `folder` are those that the manifest describes. `file`: the GGUF file
-    that `config` was made from, if it was one.
-
-    Cheap comparisons come first. Weight files of every size are hashed whole: a measurement takes longer, and a changed byte
-    in a large file is as wrong as in a small one.
-    """
+    """Raise UserError unless `config` and the weight files of `folder`, hashed whole, are those that the manifest describes.
+    `file`: the GGUF file that `config` was made from, if it was one."""
     if manifest.format == "gguf" and file is None:
         files = ", ".join(str(folder / name) for name in manifest.files)
         raise UserError(f"{folder} holds a checkpoint for llama.cpp; name its GGUF file itself: --model {files}")
@@ -229,36 +205,23 @@ def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig,
         path = folder / name
         if not path.is_file():
             raise _differs(folder, f"weight file {name} is missing")
-        size = path.stat().st_size
-        if size != recorded.bytes:
-            raise _differs(folder, f"{name} has {size:,} bytes, {recorded.bytes:,} by the manifest")
-    for name, recorded in manifest.files.items():
-        if weight_file(folder / name) != recorded:
+        if path.stat().st_size != recorded.bytes or weight_file(path) != recorded:
             raise _differs(folder, f"the content of {name} has changed (its SHA-256 differs)")
 
 
 def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, where: str) -> None:
     dense, plan = manifest.base.model_type, manifest.plan
     padded = manifest.format == "hf-padded"
-    known = (dense,) if padded else (PREFIX + dense, dense)
+    known = (dense,) if padded else (PRUNED_PREFIX + dense, dense)
     if config.model_type not in known and manifest.format != "gguf":  # where Mistral models are llama's
         raise _differs(
             folder, f"{where} is that of a {config.model_type} model, the manifest that of a pruned {dense} model"
         )
     _, geometry = loading.config_geometry(config)
-    if geometry.num_layers != len(manifest.saved_layers):
-        raise _differs(folder, f"{where} has {geometry.num_layers} layers, the manifest {len(manifest.saved_layers)}")
-    widths = zip(manifest.saved_layers, geometry.kv_heads, geometry.mlp_width, strict=True)
-    for index, (layer, heads, width) in enumerate(widths):
-        kept = len(plan.kept_groups[layer]), len(plan.kept_channels[layer])
-        if (heads, width) != kept and not (padded and heads >= kept[0] and width >= kept[1]):
-            raise _differs(
-                folder,
-                f"layer {index} has {heads} KV heads and {width} MLP channels by {where}, {kept[0]} and {kept[1]} by the "
-                "manifest",
-            )
-    if geometry.total_params != manifest.params:
-        raise _differs(folder, f"{where} makes {geometry.total_params:,} parameters, the manifest {manifest.params:,}")
+    sizes = list(zip(geometry.kv_heads, geometry.mlp_width, strict=True))
+    kept = [(len(plan.kept_groups[layer]), len(plan.kept_channels[layer])) for layer in manifest.saved_layers]
+    if (sizes != kept and not padded) or geometry.total_params != manifest.params:  # zeros count as parameters
+        raise _differs(folder, f"{where} states other layers, or other sizes")
 
 
 def _differs(folder: Path, what: str) -> UserError:
@@ -275,7 +238,7 @@ def find(source: ModelSource, config: PretrainedConfig) -> tuple[Path, Manifest]
     that of the hub's cache; `verify` fills it.
     """
     if source.kind == "hub":
-        if not config.model_type.startswith(PREFIX):
+        if not config.model_type.startswith(PRUNED_PREFIX):
             return None
         try:
             hub.probe(source.location, MANIFEST, _revision(source))
@@ -318,7 +281,7 @@ def require_dense(source: ModelSource, config: PretrainedConfig) -> None:
             f"{source.label} is already pruned, {about.plan.removed_fraction:.1%} of {about.base.label} are removed; start from "
             f"the original model instead: --model {about.base_name}"
         )
-    if config.model_type.startswith(PREFIX):
+    if config.model_type.startswith(PRUNED_PREFIX):
         raise UserError(
             f"{source.label} is already pruned (model type {config.model_type}); start from the original model "
             "that it was made from"
@@ -348,83 +311,57 @@ class Recorded:
 
 
 def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Recorded:
-    """Return the recorded numbers that `run`, which measures on `measured_on` (context.measured_on), can be compared with.
-
-    The order of items and the slices do not count: the last slice has all items.
-    """
+    """Return the recorded numbers that `run`, which measures on `measured_on`, can be compared with. The order of items and the
+    slices do not count: the last slice has all items."""
     metrics, then, before = manifest.metrics, manifest.source, manifest.measured_on
-    if metrics is None:
-        return _nothing("the checkpoint has no recorded numbers")
-    if then is None or before is None:
-        return _nothing("it is not recorded how they were measured")
-    if before.protocol != measured_on.protocol:
-        return _nothing(
-            f"they were measured by version {before.protocol} of the protocol, these by {measured_on.protocol}"
+    if metrics is None or then is None or before is None:
+        what = (
+            "the checkpoint has no recorded numbers" if metrics is None else "it is not recorded how they were measured"
         )
-    notes = []
-    ppl = metrics.get("ppl")
-    windows = then.protocol.perplexity_window, run.protocol.perplexity_window
-    if before.text != measured_on.text:
-        ppl = None
-        notes.append("the recorded perplexity is not compared: it was measured on another text")
-    elif windows[0] != windows[1]:
-        ppl = None
-        notes.append(
-            f"the recorded perplexity is not compared: its windows have {windows[0]:,} tokens, these {windows[1]:,}; measure with "
-            f"--perplexity-window {windows[0]} to compare"
-        )
-    bounds = then.protocol.perplexity_tokens, run.protocol.perplexity_tokens
-    if ppl is not None and bounds[0] != bounds[1]:
-        ppl = None
-        again = _again("--perplexity-tokens", bounds[0])
-        notes.append(
-            f"the recorded perplexity is not compared: it was measured on {_tokens(bounds[0])}, this on {_tokens(bounds[1])}; "
-            f"measure {again} to compare"
-        )
+        return Recorded(None, {}, None, (f"nothing is compared with recorded numbers: {what}",))
+    old, new = then.protocol, run.protocol
+    notes: list[str] = []
 
-    kl = {"text": metrics.get("kl_text")} if ppl is not None else {}  # by the same text, cut in the same way
+    def alike(what: str, **settings: tuple[Any, Any]) -> bool:
+        """Note which of the `settings` has changed; `what`: the numbers that are not compared then."""
+        for name, (value, now) in settings.items():
+            if value != now:
+                was, is_now = ("all" if one is None else one for one in (value, now))
+                notes.append(f"the recorded {what} not compared: {name} was {was}, and is {is_now}")
+                return False
+        return True
 
+    protocol = alike("numbers are", protocol_version=(before.protocol, measured_on.protocol))
+    same_text = protocol and alike(
+        "perplexity is",
+        text=(before.text, measured_on.text),
+        perplexity_window=(old.perplexity_window, new.perplexity_window),
+        perplexity_tokens=(old.perplexity_tokens, new.perplexity_tokens),
+    )
     accuracies: dict[str, float] = {}
-    limits = then.protocol.limit, run.protocol.limit
-    if limits[0] != limits[1]:
-        again = _again("--limit", limits[0])
-        notes.append(
-            f"the recorded accuracies are not compared: they are over {_items(limits[0])}, these over {_items(limits[1])}; measure "
-            f"{again} to compare"
-        )
-    else:
+    if protocol and alike("accuracies are", limit=(old.limit, new.limit)):
         for task, content in measured_on.tasks.items():
             accuracy = metrics.get(f"acc_{task}")
-            if task not in before.tasks or accuracy is None:
-                notes.append(f"{task} is not compared: it was not recorded")
-            elif before.tasks[task] != content:
-                notes.append(
-                    f"{task} is not compared: its questions or the version of lm-eval have changed since it was recorded"
-                )
-            else:
+            if before.tasks.get(task) == content and accuracy is not None:
                 accuracies[task] = accuracy
-    same = set(accuracies) == set(measured_on.tasks) == set(before.tasks)
-    if accuracies and not same:
+            else:
+                notes.append(
+                    f"{task} is not compared: it, or its questions and the version of lm-eval, were not recorded"
+                )
+    same_tasks = set(accuracies) == set(measured_on.tasks) == set(before.tasks)
+    if accuracies and not same_tasks:
         notes.append(f"the recorded mean is not compared: it is over {', '.join(before.tasks)}")
-    if same and then.protocol.tasks == run.protocol.tasks:  # items of the tasks in turn, up to some tokens
-        kl["tasks"] = metrics.get("kl_tasks")
-    if then.dtype != run.dtype:
+    if protocol and then.dtype != run.dtype:
         notes.append(f"recorded in {then.dtype}, measured in {run.dtype}: differences by rounding are to be expected")
-    mean, kept = metrics.get("acc_mean") if same else None, {n: value for n, value in kl.items() if value is not None}
-    return Recorded(ppl, accuracies, mean, tuple(notes), kept)
-
-
-def _nothing(reason: str) -> Recorded:
-    return Recorded(None, {}, None, (f"nothing is compared with recorded numbers: {reason}",))
-
-
-def _again(flag: str, value: int | None) -> str:
-    return f"without {flag}" if value is None else f"with {flag} {value}"
-
-
-def _tokens(bound: int | None) -> str:
-    return "the whole text" if bound is None else f"its first {bound:,} tokens"
-
-
-def _items(limit: int | None) -> str:
-    return "all questions" if limit is None else f"at most {limit:,} questions a task"
+    # Of the tasks the KL reads items in turn, up to some tokens.
+    kl = {
+        "text": same_text and metrics.get("kl_text"),
+        "tasks": same_tasks and old.tasks == new.tasks and metrics.get("kl_tasks"),
+    }
+    return Recorded(
+        ppl=metrics.get("ppl") if same_text else None,
+        accuracies=accuracies,
+        acc_mean=metrics.get("acc_mean") if same_tasks else None,
+        notes=tuple(notes),
+        kl={name: value for name, value in kl.items() if value is not None and value is not False},
+    )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from tune_prune import __version__
 from tune_prune.checkpoint import card, generation_speed, layers, manifest
 from tune_prune.checkpoint.layers import sizes
-from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, Provenance, WeightFile, provenance
+from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, Provenance, provenance
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable
 from tune_prune.core.kinds import plain
@@ -43,19 +42,11 @@ LICENSE_FILES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 SHARD_BYTES = 5 * 10**9
 # What may be in the folder of a checkpoint: nothing else is replaced together with it.
 WRITTEN = (
-    *(manifest.MANIFEST, "README.md", "layers.png", "config.json", "generation_config.json", "*_tune_prune.py"),
-    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*-pruned.gguf", *LICENSE_FILES),
-    *(
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-        "spiece.model",
-        "*.tiktoken",
-    ),
-    *("chat_template.*", "additional_chat_templates"),
-)
+    manifest.MANIFEST, "README.md", "layers.png", "config.json", "generation_config.json", "*_tune_prune.py",
+    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*-pruned.gguf", *LICENSE_FILES,
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken",
+    "chat_template.*", "additional_chat_templates",
+)  # fmt: skip
 RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -98,9 +89,8 @@ def save_checkpoint(
             _write_hf(dense, saved, work, shard_bytes)
             if fmt == "hf-padded":
                 rows["padded"] = sizes(saved.model, family)
-        speed = None
-        if measure_speed:
-            speed = generation_speed.measure({"dense": dense.model, [*rows][-1]: saved.in_memory()})
+        models = {"dense": dense.model, [*rows][-1]: saved.in_memory()} if measure_speed else {}
+        weight_paths = [path for path in sorted(work.iterdir()) if path.suffix in (".safetensors", ".gguf")]
         written = Manifest(
             **provenance(about),
             format=fmt,
@@ -110,11 +100,11 @@ def save_checkpoint(
             dropped_layers=tuple(dropped),
             sizes=rows,
             params=rows.get("padded", rows["pruned"]).params,
-            speed=speed,
+            speed=generation_speed.measure(models) if models else None,
             notes=notes,
-            files=_files(work),
+            files={path.name: manifest.weight_file(path) for path in weight_paths},
             versions={"tune_prune": __version__}
-            | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
+            | {name: importlib.metadata.version(name) for name in RECORDED_PACKAGES},
             created=datetime.now(UTC).date().isoformat(),
             schema_version=SCHEMA_VERSION,
         )
@@ -145,13 +135,9 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     """Raise UserError unless a checkpoint may be written to `folder`; creates nothing."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"--output {folder} exists and is not a folder; name one that does not exist yet")
-    if not folder.name:
+    if not folder.name or is_mount_point(folder):
         raise UserError(
-            f"--output {folder} is the root of the file system; name a folder of its own, e.g. {folder}NAME"
-        )
-    if is_mount_point(folder):
-        raise UserError(
-            f"--output {folder} is a mount point, which cannot be replaced as a whole; name a folder in it, e.g. {folder}/NAME"
+            f"--output {folder} is a mount point, which cannot be replaced as a whole; name a folder in it, e.g. {folder / 'NAME'}"
         )
     try:
         check_writable(folder.parent)
@@ -166,16 +152,12 @@ def check_folder(folder: Path, overwrite: bool) -> None:
             f"--output {folder} has no {manifest.MANIFEST}, so it is not a checkpoint of tune_prune and is not replaced; name "
             "another folder"
         )
-    if others := sorted(path.name for path in folder.iterdir() if not _is_of_checkpoint(path.name)):
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    names = sorted(path.name for path in folder.iterdir())
+    if others := [name for name in names if not any(fnmatch(name, pattern) for pattern in WRITTEN)]:
         raise UserError(
-            f"--output {folder} holds {', '.join(others[:3])}{more} beside the checkpoint, which would be gone with it; move that "
-            "elsewhere, or name another folder"
+            f"--output {folder} holds {others[0]} beside the checkpoint, which would be gone with it; move that elsewhere, or name "
+            "another folder"
         )
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in WRITTEN)
 
 
 def _write_hf(dense: loading.LoadedModel, saved: Sketch, folder: Path, shard_bytes: int) -> None:
@@ -184,7 +166,7 @@ def _write_hf(dense: loading.LoadedModel, saved: Sketch, folder: Path, shard_byt
     if type(saved.model) is type(dense.model):
         _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):
-        path.chmod(0o666 & ~_umask())  # safetensors writes them for their owner alone
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors writes them for their owner alone
     _write_tokenizer(dense, folder, stock="auto_map" not in saved.model.config.to_dict())
     with torch.device("meta"):
         again = AutoModelForCausalLM.from_config(saved.model.config, trust_remote_code=False)
@@ -201,12 +183,6 @@ def _add_older_names(path: Path) -> None:
         values["rope_theta"] = rope.pop("rope_theta")
         values["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> None:
@@ -258,12 +234,9 @@ def _write_gguf(dense: loading.LoadedModel, pruned: Sketch, folder: Path) -> tup
 
 def _base(dense: loading.LoadedModel) -> Base:
     source = dense.source
+    name = source.label if source.file is None else Path(source.name).name
     return Base(
-        model=source.location
-        if source.kind == "hub"
-        else source.label
-        if source.file is None
-        else Path(source.name).name,
+        model=source.location if source.kind == "hub" else name,
         label=source.label,
         revision=hub.commit(source.location, source.revision) if source.kind == "hub" else None,
         fingerprint=loading.model_fingerprint(source, dense.model.config),
@@ -273,12 +246,6 @@ def _base(dense: loading.LoadedModel) -> Base:
         license=base_license(source),
         gguf=source.gguf,
     )
-
-
-def _files(folder: Path) -> dict[str, WeightFile]:
-    """Return size and SHA-256 of the weight files."""
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]
-    return {path.name: manifest.weight_file(path) for path in paths}
 
 
 def base_license(source: ModelSource) -> dict[str, str]:

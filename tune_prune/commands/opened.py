@@ -35,11 +35,10 @@ from tune_prune.data.sources import Contents
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
-from tune_prune.models.loading import LoadedModel
+from tune_prune.models.loading import LoadedModel, readable_in_place
 from tune_prune.models.runner.devices import device_name
-from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
-from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.models.runner.residency import RESIDENT, Residency, to_bring_layers
 from tune_prune.pruning import surgery
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.selection import target_params

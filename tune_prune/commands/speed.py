@@ -70,7 +70,7 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
     rows = {name: layers.sizes(model, loaded.family) for name, model in models.items()}
     if len(speeds) > 1:
         say(f"{generation_speed.verdict_of(speeds)}\n")
-    say(f"{layers.size_table(rows, {})}\n\n{generation_speed.speed_table(speeds)}")
+    say(f"{layers.size_table(rows)}\n\n{generation_speed.speed_table(speeds)}")
     if output is not None:
         first = speeds[next(reversed(speeds))]
         content = {name: asdict(one) | asdict(rows[name]) for name, one in speeds.items()}

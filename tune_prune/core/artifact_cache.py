@@ -1,10 +1,8 @@
-"""Content-addressed cache of everything expensive: one file per result, named by a digest of all that it depends on. To what a
-caller names as its key the versions of the libraries are added that computed it.
+"""Content-addressed cache of everything expensive, beside the experiments that share it: a file per result, named by a digest of
+all that it depends on, to which the versions of the libraries are added.
 
-It stands beside the experiments, so that a second search on the same model finds what the first has computed. Two
-processes that compute the same artifact write the same bytes; the rename makes either one whole. A file is an .npz
-archive, which holds its kind and key, followed by its SHA-256: one that does not match its checksum, is of another key or holds
-other arrays than its reader needs is reported as damaged and computed again.
+A file is an .npz archive, which holds its kind and key, followed by its SHA-256: one that does not match its checksum, is of
+another key or holds other arrays than its reader needs is reported as damaged and computed again.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import io
 import logging
 import zipfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,17 +44,12 @@ class ArtifactStore:
     def get(self, kind: str, key: dict[str, Any], read: Callable[[dict[str, np.ndarray]], T]) -> T | None:
         """Return what `read` makes of the arrays stored under `key` (plain data); None where there are none or the file is damaged,
         which is logged as a warning. `read` raises KeyError, IndexError, TypeError or ValueError for arrays that cannot be those;
-        a UserError that it raises is none of the file's.
-
-        Raises DamagedFile for a folder in the file's place, where nothing can be stored either.
-        """
+        a UserError that it raises is none of the file's."""
         path = self.path(kind, key)
         try:
             content = self._store.get(_name(kind, key))
             return None if content is None else read(_arrays(content, kind, key))
         except DamagedFile as error:
-            if isinstance(path, Path) and path.is_dir():
-                raise DamagedFile(path, "a folder, where a file belongs", "remove it") from error
             cause = error.what
         except UserError:
             raise

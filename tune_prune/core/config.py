@@ -1,7 +1,7 @@
-"""What a search is made of, as plain frozen data: settings of a trial, of its evaluation, of one model's run.
+"""Describe a search as plain frozen data: settings of a trial, of its evaluation, of one model's run.
 
-Everything here can be imported without torch, ray or lm_eval, is picklable, and has one canonical form, so that an equal
-identity gives an equal key (docs/architecture.md, "Keys").
+Nothing here needs torch, ray or lm_eval. Each has one canonical form, so that an equal identity gives an equal key
+(docs/architecture.md, "Keys").
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ def alignment(shape: str) -> int | None:
 
 @dataclass(frozen=True)
 class Samples:
-    """Which calibration samples: what every pass over them is made for. None: as the run says."""
+    """A choice of calibration samples, for which a pass is made. None: as the run says."""
 
     seq_len: int
     seed: int | None = None
     calibration: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """By name, without what is the run's."""
+        """Return the values by name, without the run's."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def name(self) -> str:
-        """As in the names of configurations, e.g. `s64` or `s64-r1`."""
+        """Return the part of a configuration's name, e.g. `s64` or `s64-r1`."""
         return "-".join(HYPERPARAMETERS[name].in_name(value) for name, value in self.to_dict().items())
 
     def __str__(self) -> str:
@@ -154,8 +154,8 @@ class PruningConfig:
         return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
 
     def to_dict(self) -> dict[str, Any]:
-        """For records: all values by name, without those of the run; of a refit or a recovery only where there is one, and of
-        what came later only what is off its default."""
+        """Return what a record keeps: all values but the run's; of a refit or a recovery only where there is one, and of what came
+        later only what is off its default."""
         values = asdict(self)
         left_out = {name for name, row in RECIPE.items() if values[row.switch] == "none"}
         left_out |= {name for name, row in HYPERPARAMETERS.items() if row.later and values[name] == row.default}
@@ -167,18 +167,17 @@ class PruningConfig:
 
     @property
     def num_removal_samples(self) -> int:
-        """How many of the calibration samples the removal losses use."""
+        """Count of the calibration samples that the removal losses use."""
         return max(1, self.num_samples // self.removal_divisor)
 
     @property
     def changes_weights(self) -> bool:
-        """Whether more is done to what is left of the model than cutting it."""
+        """Says whether more is done to what is left of the model than cutting it."""
         return any(getattr(self, row.switch) != "none" for row in RECIPE.values())
 
     @property
     def name(self) -> str:
-        """Short and readable, e.g. `blockwise-s64-n128` or, off the defaults, `blockwise-s64-n128-d3-aligned-64`; unique
-        within one pruning ratio."""
+        """Return a short name, unique within a pruning ratio: `blockwise-s64-n128` or, off a default, `blockwise-s64-n128-d3`."""
         return self.named(HYPERPARAMETERS)
 
     def named(self, shown: Container[str]) -> str:
@@ -190,13 +189,12 @@ class PruningConfig:
         )
 
     def in_words(self, shown: Container[str] = HYPERPARAMETERS) -> str:
-        """Put the configuration in words, e.g. `taylor on 128 samples of 64 tokens, repaired`; `shown`: the hyperparameters
-        that its method reads."""
+        """Describe the configuration, e.g. `taylor on 128 samples of 64 tokens, repaired`, by hyperparameters of `shown`."""
         samples = f" on {self.num_samples:,} sample{'s' * (self.num_samples > 1)} of {self.seq_len:,} tokens"
         usual = self.refit_tokens == HYPERPARAMETERS["refit_tokens"].default
         repaired = "repaired" + ("" if usual else f" with {self.refit_tokens:,} tokens")
         words = {"compensation": repaired, "recovery": f"trained for {self.recovery_steps:,} steps"}
-        said = ("method", "seq_len", "num_samples", "pruning_ratio", "refit_tokens", "recovery_steps")
+        said = {"method", "seq_len", "num_samples", "pruning_ratio", "refit_tokens", "recovery_steps"}
         others = [
             words.get(name) or f"{name} {row.kind.short(value)}"
             for name, row in HYPERPARAMETERS.items()
@@ -205,32 +203,27 @@ class PruningConfig:
         return ", ".join([self.method + samples * ("num_samples" in shown), *others])
 
     def settings(self) -> dict[str, Any]:
-        """What a search space must say to try this configuration alone; what is at its default is left out, but for the first
-        hyperparameters."""
+        """Return what a search space must say to try this configuration alone: what is off its default, and the first ones."""
         rows = HYPERPARAMETERS
         return {n: v for n, v in asdict(self).items() if rows[n].always_in_key or v != rows[n].default}
 
     def identity(self) -> dict[str, Any]:
-        """What a key hashes: the settings by their older names, so that older keys stay what they were; seed and text are hashed
-        beside them."""
+        """Return what a key hashes: the settings by their older names, so that older keys stay the same, without the run's."""
         return {HYPERPARAMETERS[n].older or n: value for n, value in self.settings().items() if n not in OF_RUN}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PruningConfig:
-        """From a record's `config`, by names or older ones; what is not there is at its default, what a newer version adds is left
-        out."""
+        """Read a record's `config`, by names or older ones; what is absent is at its default, what is unknown left out."""
         values = renamed(values)
         return cls(**{name: values[name] for name in HYPERPARAMETERS if name in values})
 
 
 def check_label(label: str, what: str) -> None:
-    """Raise UserError unless `label` can name a model in tables, on screens and in names of files; the sentence begins with `what`
-    has it."""
+    """Raise UserError, which begins with `what` has it, unless `label` can name a model in tables, on screens and in files."""
     if not label.strip() or len(label) > MAX_LABEL or not label.isprintable():
-        shown = f"{label[:30]!r}{'...' if len(label) > 30 else ''}"
         raise UserError(
-            f"{what} would be named {shown} in the results, {len(label):,} letters; a name has 1 to {MAX_LABEL} letters and no "
-            "control characters: rename it"
+            f"{what} would be named {label!r:.30} in the results, {len(label):,} letters; a name has 1 to {MAX_LABEL} letters and "
+            "no control characters: rename it"
         )
 
 
@@ -256,7 +249,7 @@ def group_labels(groups: Iterable[Group]) -> dict[Group, str]:
 
 @dataclass(frozen=True)
 class EvaluationProtocol:
-    """How a model is measured; the same for every trial and for the dense baseline."""
+    """Settings by which every trial and the dense baseline are measured."""
 
     tasks: tuple[str, ...] = ZERO_SHOT_TASKS
     limit: int | None = None  # at most this many items per task (the first ones, as lm-eval's --limit); None: all
@@ -271,18 +264,9 @@ class EvaluationProtocol:
         for name in self.tasks:
             if name == "mean" or name.endswith("_stderr"):  # acc_mean and acc_<task>_stderr are metrics of every record
                 raise UserError(f"a task cannot be named {name!r}, which metrics are named by; rename its folder")
-        if self.limit is not None and not Whole(1, 10**9).holds(self.limit):
-            raise UserError(
-                f"limit is {self.limit!r}; it must be at least 1 question per task, or be left out for all questions"
-            )
-        if self.perplexity_tokens is not None and not PERPLEXITY_TOKENS.holds(self.perplexity_tokens):
-            found, allowed = self.perplexity_tokens, PERPLEXITY_TOKENS
-            raise UserError(f"perplexity_tokens is {found!r}; it must be {allowed}, or be left out for the whole text")
-        if list(self.slices) != sorted(set(self.slices)) or self.slices[-1] != 1.0 or self.slices[0] <= 0:
-            raise UserError(f"slices are {self.slices}; they must grow, be above 0 and end with 1.0")
 
     def to_dict(self) -> dict[str, Any]:
-        """By name, as records and keys have it: tokens only where they are bounded, as before there was a bound."""
+        """Return what records and keys have: tokens only where they are bounded, as before there was a bound."""
         bound = {} if self.perplexity_tokens is None else {"perplexity_tokens": self.perplexity_tokens}
         return {name: value for name, value in asdict(self).items() if name != "perplexity_tokens"} | bound
 
@@ -293,7 +277,7 @@ class EvaluationProtocol:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What all trials of one model share; it travels to the workers, so every path in it is absolute."""
+    """Settings that all trials of one model share; they travel to the workers, so every path is absolute."""
 
     model: str  # alias, hub id or absolute folder
     label: str  # name in tables and file names, e.g. "tiny-llama"
@@ -306,7 +290,7 @@ class ModelRun:
 
     @property
     def trusts_tasks(self) -> bool:
-        """Whether task files of `data_dir` may run code."""
+        """Says whether task files of `data_dir` may run code."""
         return False
 
     def to_dict(self) -> dict[str, Any]:
@@ -314,13 +298,14 @@ class ModelRun:
 
     def of(self, config: PruningConfig | Samples | None) -> ModelRun:
         """Return the run as the trials of `config`, or passes over those samples, see it: with what they say themselves."""
-        own = {} if config is None else {name: value for name in OF_RUN if (value := getattr(config, name)) is not None}
-        return replace(self, **own) if own else self
+        stated = (
+            {} if config is None else {name: value for name in OF_RUN if (value := getattr(config, name)) is not None}
+        )
+        return replace(self, **stated) if stated else self
 
 
 class TrustingRun(ModelRun):
-    """A run whose task files may run code. A type and no field: only who starts a command can say so (--trust-tasks), never a
-    file that a run is read from."""
+    """Lets task files run code: a type and no field, as only who starts a command can say so, never a file."""
 
     @property
     def trusts_tasks(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a command ends: with an exit code, a sentence in place of a traceback, and soon where a signal asks for it.
+"""The end of a command: with an exit code, a sentence in place of a traceback, and soon where a signal asks for it.
 
 0 done; 1 what the machine could not do, in one sentence, or a defect, with its traceback; 2 the user must change something, in one
 sentence; 128 and the number of the signal that ended it: 129 its terminal went, 130 interrupted (Ctrl-C), 141 nobody reads its
@@ -41,19 +41,19 @@ class _Ending:
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt in the main thread at the first signal, and end the process where that takes long. A second one
         changes nothing: launchers send several."""
-        if self.signal is not None:
-            return
-        self.signal = signal.Signals(number)
-        self.timer = threading.Timer(PATIENCE_S, lambda: _end_process(self.sentence(), self.code()))
-        self.timer.daemon = True
-        self.timer.start()
-        raise KeyboardInterrupt
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            self.timer = threading.Timer(PATIENCE_S, lambda: _end_process(self.sentence(self.advice), self.code))
+            self.timer.daemon = True
+            self.timer.start()
+            raise KeyboardInterrupt
 
+    @property
     def code(self) -> int:
         return 128 + (self.signal or signal.SIGINT)
 
-    def sentence(self, advice: str = "") -> str:
-        return ": ".join(filter(None, (f"\n{SIGNALS[self.signal or signal.SIGINT]}", advice or self.advice)))
+    def sentence(self, advice: str) -> str:
+        return f"\n{SIGNALS[self.signal or signal.SIGINT]}" + (f": {advice}" if advice else "")
 
 
 _current: _Ending | None = None
@@ -68,37 +68,25 @@ def exit_code(main: Callable[[], object], advice: str = "") -> int:
     with _signals(ending):
         try:
             main()
-        except (UserError, MachineError) as error:
-            _say(_with_notes(f"error: {error}", error))
-            return 2 if isinstance(error, UserError) else 1
         except KeyboardInterrupt as interrupt:
-            _say(ending.sentence(": ".join((*filter(None, map(str, interrupt.args)), *_notes(interrupt)))))
-            return ending.code()
+            _say(ending.sentence(": ".join([*map(str, interrupt.args), *_notes(interrupt)]) or ending.advice))
+            return ending.code
         except Exception as error:
             if isinstance(error, BrokenPipeError) and _output_is_closed():
                 if ending.advice:
                     _say(f"what read the output has ended: {ending.advice}")
                 return 128 + signal.SIGPIPE
-            said = refused(error) or _no_text(error)
-            if said is None:
+            known = isinstance(error, (UserError, MachineError))
+            ended = (str(error), 2 if isinstance(error, UserError) else 1) if known else refused(error)
+            if ended is None:
                 raise
-            sentence, code = said
-            _say(_with_notes(f"error: {sentence}", error))
-            return code
+            _say("\n".join([f"error: {ended[0]}", *_notes(error)]))
+            return ended[1]
     return 0
 
 
-def _no_text(error: BaseException) -> tuple[str, int] | None:
-    """Say in a sentence, with the exit code, that a name which a file system has given is no text."""
-    if not isinstance(error, UnicodeEncodeError) or "surrogates" not in error.reason:
-        return None
-    part = error.object[max(0, error.start - 60) : error.end + 20]
-    return f"{part!r} is no UTF-8 text, which names in records are; rename that file or folder", 2
-
-
 def _output_is_closed() -> bool:
-    """Return whether nobody reads standard output any more, as behind `| head`; then what is still to be written there goes
-    nowhere."""
+    """Return whether nobody reads standard output any more; then what is still to be written there goes nowhere."""
     output = sys.stdout.fileno()
     watch = select.poll()
     watch.register(output, 0)  # errors are told unasked
@@ -134,8 +122,7 @@ def interrupt_signal() -> signal.Signals | None:
 
 
 def by_force(sentence: str) -> None:
-    """End the command that runs with that sentence, its advice and code 1: its main thread hangs. Does nothing where there is
-    none."""
+    """End the command that runs, whose main thread hangs, with that sentence, its advice and code 1."""
     if _current is not None:
         _end_process("\n".join(filter(None, (f"error: {sentence}", _current.advice))), 1)
 
@@ -175,7 +162,3 @@ def _say(text: str) -> None:
 
 def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
-
-
-def _with_notes(sentence: str, error: BaseException) -> str:
-    return "\n".join((sentence, *_notes(error)))

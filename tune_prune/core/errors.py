@@ -1,14 +1,11 @@
-"""Errors that a user can act on. Command lines print the sentence and exit with a code, without a traceback
-(core/ending.py)."""
+"""Errors that a user can act on. Commands print the sentence and exit with a code, without a traceback (core/ending.py)."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import errno
-import shutil
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 _REFUSED = {  # by a file system or a limit, whatever the file is for: what to do about it
     errno.ENOSPC: "free some space",
@@ -17,11 +14,9 @@ _REFUSED = {  # by a file system or a limit, whatever the file is for: what to d
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EISDIR: "move that folder away",
     errno.EROFS: "choose a place that can be written to",
-    errno.EACCES: "ask its owner for permission or choose another place",
-    errno.EPERM: "ask its owner for permission or choose another place",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "ask its owner for permission or choose another place"),
     **dict.fromkeys(
-        (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOLCK, errno.ETIMEDOUT),
-        "look at the disk or the mount",
+        (errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENOLCK, errno.ETIMEDOUT), "look at the disk or the mount"
     ),
 }
 
@@ -39,7 +34,7 @@ class NotFinite(UserError):
 
 
 class MachineError(RuntimeError):
-    """What the machine could not do now, though nothing in the command is wrong. The message says what to try."""
+    """A failure of the machine, with nothing wrong in the command. The message says what to try."""
 
 
 class NotStarted(MachineError):
@@ -62,41 +57,22 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def refused(error: BaseException) -> tuple[str, int] | None:
-    """What a file system or a limit has refused, where that is behind `error`, in a sentence, for a full disk with what is free;
-    and the exit code."""
+    """Say what a file system or a limit has refused, where that is behind `error`, in a sentence; return it with the exit code."""
     cause: BaseException | None = error
     while cause is not None:
-        on_network = isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT and not cause.filename
-        if isinstance(cause, OSError) and cause.errno in _REFUSED and not on_network:
-            name, step = cause.filename or "a file, or where the output goes,", _REFUSED[cause.errno]
-            full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            free = _free(str(name)) if full and cause.filename else ""
-            return (
-                f"{name} cannot be used ({cause.strerror}); {free}{step}, then run the same command again",
-                2 if cause.errno == errno.EISDIR else 1,
-            )
-        if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
-            name = str(cause.filename or "a name")
-            return f"{name[:60]}... has {len(name):,} letters, which no file can be named by; write a shorter name", 2
+        if isinstance(cause, OSError):
+            name = str(cause.filename or "a file, or where the output goes,")
+            on_network = cause.errno == errno.ETIMEDOUT and not cause.filename
+            if cause.errno in _REFUSED and not on_network:
+                step, code = _REFUSED[cause.errno], 2 if cause.errno == errno.EISDIR else 1
+                return f"{name} cannot be used ({cause.strerror}); {step}, then run the same command again", code
+            if cause.errno == errno.ENAMETOOLONG:
+                return (
+                    f"{name[:60]}... has {len(name):,} letters, which no file can be named by; write a shorter name",
+                    2,
+                )
         cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
     return None
-
-
-def _free(name: str) -> str:
-    """Return how much is free where that file is, or was to be; empty where nobody knows."""
-    folder = Path(name).absolute().parent
-    try:
-        usage = shutil.disk_usage(folder)
-    except OSError:
-        return ""
-    free, total = (f"{size / 2**20:,.0f} MiB" for size in (usage.free, usage.total))
-    return f"{free} of {total} are free in {folder}; "
-
-
-def require(name: str, value: str, known: Iterable[str]) -> None:
-    """Raise UserError unless `value`, of the keyword `name`, is one of those that are known."""
-    if value not in (known := tuple(known)):
-        raise UserError(f"{name} is {value!r}; {did_you_mean(str(value), known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

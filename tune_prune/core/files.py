@@ -58,12 +58,9 @@ def utf8_text(content: bytes, name: object, newline: str | None = None) -> str:
 
 
 def to_json(value: Any, indent: int | None = 2, plain_ascii: bool = False) -> str:
-    """Return the text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented (None: one line), a
-    newline at the end; `plain_ascii`: for streams, with every other letter spelt out, so that nothing in it acts on a
-    terminal.
-
-    JSON has no NaN or infinity: they become the strings "nan", "inf" and "-inf"; `number` turns them back.
-    """
+    """Return the text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented (None: one line), a newline
+    at the end, NaN and infinities as "nan", "inf" and "-inf", which `number` turns back. `plain_ascii`: nothing in it acts on a
+    terminal."""
     return json.dumps(_plain(value), sort_keys=True, indent=indent, allow_nan=False, ensure_ascii=plain_ascii) + "\n"
 
 
@@ -77,8 +74,7 @@ def number(value: Any) -> float | int:
 
 
 def parse_json(path: PurePath, content: bytes | None = None) -> dict[str, Any]:
-    """Return the JSON object in the file `path` (`content`: what was read from it already). Raises DamagedFile if it holds
-    anything else."""
+    """Return the JSON object in the file `path`, or in its `content`. Raises DamagedFile if it holds anything else."""
     try:
         value = json.loads(
             (Path(path).read_bytes() if content is None else content).decode(), parse_constant=_no_number

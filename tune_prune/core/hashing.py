@@ -1,6 +1,5 @@
-"""Plain data as one text, one digest, one seed: equal content gives an equal result on every machine. The seal of JSON objects
-that are kept: a checksum of their text and of the name under which they are kept. And what else keys name: code, and versions
-of the libraries that compute."""
+"""Digests and seeds of plain data, equal on every machine for equal content; the seal of JSON objects that are kept; and what else
+keys name: code, and versions of the libraries that compute."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def sealed(name: str, values: Mapping[str, Any]) -> str:
 
 
 def unsealed(name: str, content: bytes) -> bytes:
-    """Return the text that `sealed` was made of. Raises ValueError with the rest of the clause "it is ..." where `content` is not
-    what was sealed under `name`."""
+    """Return the text that `sealed` was made of. Raises ValueError, a clause "it is ...", for what was not sealed as `name`."""
     seal = _SEAL.match(content)
     if seal is None:
         raise ValueError("without a checksum")
@@ -85,15 +83,13 @@ def code_digest(module: ModuleType) -> str:
 
 
 def _plain_code(node: Any) -> Any:
-    """Return a syntax tree as plain data, without texts that are statements and without empty fields, which newer Pythons
-    add."""
+    """Return a syntax tree as plain data, without texts that are statements and empty fields, which newer Pythons add."""
     if isinstance(node, ast.AST):
         fields = {name: _plain_code(value) for name, value in ast.iter_fields(node) if value not in (None, [])}
         return [type(node).__name__, fields]
     if isinstance(node, list):
-        return [_plain_code(one) for one in node if not (isinstance(one, ast.Expr) and _is_text(one.value))]
+        texts = [
+            one for one in node if isinstance(one, ast.Expr) and isinstance(getattr(one.value, "value", None), str)
+        ]
+        return [_plain_code(one) for one in node if one not in texts]
     return repr(node)
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)

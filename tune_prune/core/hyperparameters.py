@@ -1,7 +1,4 @@
-"""The table of hyperparameters: whatever of a pruning configuration may be searched, a row each.
-
-Readers of search spaces, flags, keys, names of configurations, tables and figures know nothing else of them. Imports nothing heavy.
-"""
+"""The table of hyperparameters, a row for each: all that readers of search spaces, flags, keys, names, tables and figures know."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Hyperparameter:
 
     @property
     def of_run(self) -> bool:
-        """Whether a configuration that does not say it has the run's."""
+        """Says whether a configuration that does not state it has the run's."""
         return self.default is None and not self.required
 
     @property
@@ -169,8 +166,7 @@ RECIPE = {name: row for name, row in HYPERPARAMETERS.items() if row.switch}
 
 
 def unread(values: Mapping[str, Any]) -> set[str]:
-    """Return the hyperparameters among `values`, of a configuration, that nothing reads: of a refit or a recovery that it
-    has not."""
+    """Return the hyperparameters in `values` that nothing reads: of a refit or a recovery that the configuration has not."""
     return {name for name, row in RECIPE.items() if row.of and values.get(row.of, "none") == "none"}
 
 

@@ -1,4 +1,4 @@
-"""What values hyperparameters take, and how files and flags write them."""
+"""Kinds of values that hyperparameters take, and how files and flags write them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
 class Kind(Protocol):
-    """What values a hyperparameter takes. As text it finishes the sentence "it must be ..."."""
+    """A kind of values. As text it finishes the sentence "it must be ..."."""
 
     is_text: bool  # its values are text, so a file may quote them
 
@@ -125,7 +125,7 @@ class Choice(Kind):
         return isinstance(value, str) and value in self.names
 
     def unknown(self, value: object) -> str:
-        """What is wrong with a value that is none of them, as a clause."""
+        """Say in a clause that a value is none of them."""
         return f"unknown value {value!r}; {did_you_mean(str(value), self.names)}"
 
 

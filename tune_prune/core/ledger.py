@@ -1,8 +1,5 @@
-"""The records of an experiment: what it is (experiment.json), its trials (the ledger, the single source of truth: every table is a
-view of it), the dense models, the cost of passes over a model and that of all.
-
-Each object is sealed: its checksum is of its text and of the name that it stands under. A trial's record has the checksums of
-the trial's files. What a key hashes stands in experiment.json, so that a record shows whether it is of that experiment.
+"""The records of an experiment: its description (experiment.json), its trials (the ledger, the single source of truth), the dense
+models, and costs. Each is sealed: its checksum is of its text and of the name that it stands under.
 
 `Experiment.read(store)` reads all of it, once; `Ledger` reads and writes one record at a time.
 """
@@ -35,7 +32,7 @@ from tune_prune.core.store import (
     Store,
     open_store,
 )
-from tune_prune.core.validation import Number, validated
+from tune_prune.core.validation import validated
 
 T = TypeVar("T")
 
@@ -56,9 +53,7 @@ class Ledger:
         return self._store.path(_failed(key) if failed else _name(key))
 
     def note(self, record: TrialRecord, unfinished_s: float | None = None) -> None:
-        """Keep a record that is running, in place of what was noted of this attempt before.
-
-        It is all that is there of one that is killed.
+        """Keep a running record, in place of what was noted of this attempt before: all that is there of one that is killed.
         `unfinished_s`: it died so many seconds after its last stage, of which its own note may know more stages."""
         name = _attempt(record)
         if unfinished_s is not None:
@@ -93,8 +88,7 @@ class Ledger:
         return self._read(_name(key)) or failed
 
     def records(self, finished: Mapping[str, TrialRecord] | None = None) -> list[TrialRecord]:
-        """Return all records of trials that have ended, by key; those that are known to be `finished` as they are known. Raises
-        DamagedFile."""
+        """Return all records of trials that have ended, by key; those known to be `finished` as they are. Raises DamagedFile."""
         return _undamaged(self.readable(finished))
 
     def readable(
@@ -120,8 +114,7 @@ class Ledger:
         return _undamaged(read_all(self._store, names, self._noted))
 
     def trial_file(self, key: str, name: str) -> bytes | None:
-        """Return a file of a trial's folder; None if it is not there. Raises DamagedFile where it is not the one that the trial's
-        record was written with."""
+        """Return a file of a trial's folder, or None. Raises DamagedFile for one that its record was not written with."""
         content = self._store.get(f"{TRIALS}/{key}/{name}")
         record = None if content is None else self.read(key)
         known = None if record is None else record.files.get(name)
@@ -131,10 +124,7 @@ class Ledger:
         return content
 
     def _read(self, name: str) -> TrialRecord | None:
-        record = read_sealed(self._store, name, TrialRecord.read, "a trial record")
-        if record is not None and record.key != PurePosixPath(name).name.removesuffix(".json").removesuffix(".failed"):
-            raise DamagedFile(self._store.path(name), f"the record of another trial, {record.key!r}")
-        return record
+        return read_sealed(self._store, name, TrialRecord.read, "a trial record")
 
     def _noted(self, name: str) -> TrialRecord | None:
         return read_sealed(self._store, name, TrialRecord.read, "what an attempt at a trial has done", _FORGET_COST)
@@ -158,21 +148,14 @@ class Experiment:
 
     def refreshed(self) -> Experiment:
         """Read what may have changed since, and so no finished record, which never does. Raises DamagedFile."""
-        ledger, baselines = Ledger(self.store), read_baselines(self.store)
+        store, ledger, baselines = self.store, Ledger(self.store), read_baselines(self.store)
         records = ledger.records(self.finished)
         killed = ledger.attempts([*records, *baselines.values()])
-        return replace(
-            self,
-            about=read_about(self.store),
-            baselines=baselines,
-            records=records,
-            passes=read_passes(self.store),
-            killed=killed,
-        )
+        return Experiment(store, read_about(store), baselines, records, read_passes(store), killed)
 
     @property
     def empty(self) -> bool:
-        """Whether it has no result yet."""
+        """Says whether there is no result yet."""
         return not self.records and not self.baselines
 
     @property
@@ -194,12 +177,9 @@ def trial_file(folder: Location, name: str) -> bytes | None:
 
 
 def write_pass(store: Store, about: Mapping[str, Any], report: StageReport) -> None:
-    """Record a pass over a dense model that trials share: `about` (model, seq_len, samples) and its cost.
-
-    It is kept whichever start of a search made it and however that start ended."""
-    told = ("stage", "duration_s", "tokens", "peak_memory_bytes", "way")
-    name = f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json"
-    put_sealed(store, name, {**about, **{name: getattr(report, name) for name in told}})
+    """Record the cost of a pass over a dense model that trials share; `about`: its model, seq_len, samples."""
+    cost = {name: getattr(report, name) for name in ("stage", "duration_s", "tokens", "peak_memory_bytes", "way")}
+    put_sealed(store, f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json", {**about, **cost})
 
 
 def read_passes(store: Store) -> list[dict[str, Any]]:
@@ -209,11 +189,11 @@ def read_passes(store: Store) -> list[dict[str, Any]]:
 
 def readable_passes(store: Store) -> tuple[list[dict[str, Any]], list[DamagedFile]]:
     """Return the passes that can be read, in no order, and what is wrong with the others."""
-
-    def read(name: str) -> dict[str, Any] | None:
-        return read_sealed(store, name, _holding(StageReport), "the cost of a pass", _FORGET_COST)
-
-    return read_all(store, store.names(PASSES), read)
+    return read_all(
+        store,
+        store.names(PASSES),
+        lambda name: read_sealed(store, name, json.loads, "the cost of a pass", _FORGET_COST),
+    )
 
 
 def read_baselines(store: Store) -> dict[str, TrialRecord]:
@@ -230,9 +210,8 @@ def write_baselines(store: Store, baselines: Mapping[str, TrialRecord]) -> None:
 
 
 def read_about(store: Store) -> dict[str, Any] | None:
-    """Return experiment.json; None where there is none. Fields may be missing; those that are there are of their types. Raises
-    DamagedFile."""
-    return read_sealed(store, EXPERIMENT, _holding(_About), "the description of an experiment", _NO_OTHER)
+    """Return experiment.json, any of whose fields may be missing; None where there is none. Raises DamagedFile."""
+    return read_sealed(store, EXPERIMENT, json.loads, "the description of an experiment", _NO_OTHER)
 
 
 def required_about(store: Store) -> dict[str, Any]:
@@ -252,7 +231,7 @@ def write_about(store: Store, about: Mapping[str, Any]) -> None:
 
 def read_costs(store: Store) -> dict[str, Any] | None:
     """Return cost.json; None where there is none. Raises DamagedFile."""
-    return read_sealed(store, COST, _holding(_Cost), "an account of costs", _FORGET_COSTS)
+    return read_sealed(store, COST, json.loads, "an account of costs", _FORGET_COSTS)
 
 
 def write_costs(store: Store, costs: Mapping[str, Any]) -> None:
@@ -268,53 +247,34 @@ def read_sealed(store: Store, name: str, read: Callable[[bytes], T], what: str, 
     """Return what `read` makes of the text under `name`, once its checksum has proven it; None where there is nothing.
 
     Raises DamagedFile where the checksum does not hold or `read` raises ValueError: it is not `what`, `step` says what to do."""
-    path = store.path(name)
+    path, text = store.path(name), None
     try:
         content = store.get(name)
+        text = None if content is None else unsealed(name, content)
+        return None if text is None else read(text)
     except DamagedFile as error:
         raise DamagedFile(error.path, error.what, *step) from error
-    if content is None:
-        return None
-    try:
-        text = unsealed(name, content)
     except ValueError as error:
-        raise DamagedFile(path, str(error), *step) from error
-    try:
-        return read(text)
-    except ValueError as error:
-        raise DamagedFile(path, f"not {what} ({error})", *step) from error
-
-
-def _holding(kind: type) -> Callable[[bytes], dict[str, Any]]:
-    """Return a reader of all values of an object that has the fields of `kind`: there may be more."""
-
-    def read(text: bytes) -> dict[str, Any]:
-        validated(kind, text)
-        return dict(json.loads(text))
-
-    return read
+        raise DamagedFile(path, str(error) if text is None else f"not {what} ({error})", *step) from error
 
 
 def read_all(store: Store, names: Sequence[str], read: Callable[[str], T | None]) -> tuple[list[T], list[DamagedFile]]:
     """Return what `read` gives of each name that is still there, as many at a time as the store answers, and what is damaged."""
 
-    def one(name: str) -> T | DamagedFile | None:
+    def read_one(name: str) -> T | DamagedFile | None:
         try:
             return read(name)
         except DamagedFile as error:
             return error
 
-    if store.readers == 1:
-        found = list(map(one, names))
-    else:
-        with ThreadPoolExecutor(store.readers) as pool:
-            found = list(pool.map(one, names))
-    damaged = [one for one in found if isinstance(one, DamagedFile)]
-    return [one for one in found if one is not None and not isinstance(one, DamagedFile)], damaged
+    with ThreadPoolExecutor(store.readers) as pool:
+        results = list(pool.map(read_one, names))
+    damaged = [result for result in results if isinstance(result, DamagedFile)]
+    return [result for result in results if result is not None and not isinstance(result, DamagedFile)], damaged
 
 
-def _undamaged(found: tuple[list[T], list[DamagedFile]]) -> list[T]:
-    values, damaged = found
+def _undamaged(results: tuple[list[T], list[DamagedFile]]) -> list[T]:
+    values, damaged = results
     if damaged:
         raise damaged[0]
     return values
@@ -331,62 +291,6 @@ def _failed(key: str) -> str:
 def _attempt(record: TrialRecord) -> str:
     when = "".join(filter(str.isdigit, record.started_at))
     return f"{ATTEMPTS}/{record.key}-{when}-{record.search_id}.json"
-
-
-@dataclass
-class _Cost:
-    """The fields of cost.json (ray_results/README.md) that are read; any of them may be missing, and there are more."""
-
-    trials: int = 0
-    seconds_per_stage: dict[str, Number] = field(default_factory=dict)
-    worker_seconds: Number = 0.0
-    evaluation_fraction: Number = 0.0
-    gpu_hours: Number = 0.0
-
-
-@dataclass
-class _Meaning:
-    """What must not change in an experiment, of one model."""
-
-    model: str = ""  # fingerprint
-    data: str = ""  # likewise
-    calibration: str = ""
-    texts: dict[str, str] = field(default_factory=dict)  # data fingerprints with other calibration texts
-    protocol: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    dtype: str = ""
-    pruning_ratio: float | list[float] = 0.0
-    shape: str | list[str] = ""
-
-
-@dataclass
-class _Sizes:
-    mlp_width: list[int]
-    total_params: int
-
-
-@dataclass
-class _ModelAbout:
-    run: ModelRun = field(default=None)  # type: ignore[assignment]  # may be missing, but not null
-    meaning: _Meaning = field(default_factory=_Meaning)
-    geometry: _Sizes = field(default_factory=lambda: _Sizes([], 0))
-    perplexity_window: int = 0
-    target_params: int | list[int] = 0
-    trial_keys: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class _About:
-    """The types of the fields of experiment.json (ray_results/README.md); any of them may be missing."""
-
-    command: list[str] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-    search: str = ""
-    num_trials: int = 0
-    space: dict[str, Any] = field(default_factory=dict)
-    models: dict[str, _ModelAbout] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    git_commit: str | None = None
 
 
 def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
@@ -409,7 +313,7 @@ def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
         if record.key != key:
             return f"of another search: its key would be {key} by the model, data and settings in {EXPERIMENT}"
     for name in ("pruning_ratio", "shape") if config is not None else ():
-        own, searched = getattr(config, name), meaning.get(name)
-        if searched is not None and own not in (searched if isinstance(searched, list) else [searched]):
-            return f"of another search: its {name} is {own}, in {EXPERIMENT} {searched}"
+        value, searched = getattr(config, name), meaning.get(name)
+        if searched is not None and value not in (searched if isinstance(searched, list) else [searched]):
+            return f"of another search: its {name} is {value}, in {EXPERIMENT} {searched}"
     return ""

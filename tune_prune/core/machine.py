@@ -1,4 +1,4 @@
-"""What this process may use of its machine: CPUs, memory, GPUs, and the load that it shares them with.
+"""Resources that this process may use of its machine: CPUs, memory, GPUs, and the load that it shares them with.
 
 os.cpu_count() and the physical memory are the whole machine's. A process has less of it in a container, in a job of a batch
 system or under taskset: the CPUs of its affinity mask, and the CPU time and memory of every control group (cgroup) that it is
@@ -17,20 +17,12 @@ from pathlib import Path, PurePosixPath
 from tune_prune.core.errors import UserError
 
 ROOT = Path("/")  # of proc/ and sys/
-UNITS = {
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}  # of amounts of memory, in bytes
+UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # bytes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: `total` of the machine, or what the tightest control group is limited to; `available` of it, counting what the
-    system would give up (file cache)."""
+    """Bytes: `total` of the machine, or of the tightest control group; `available` of it, with what the system would give up."""
 
     total: int
     available: int
@@ -49,7 +41,7 @@ class TooLittleMemory(UserError):
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the CPUs were."""
+    """Load of the CPUs."""
 
     average: float = 0.0  # processes of the whole machine that ran or waited for a CPU
     cpus: int = 1  # that this process may use
@@ -59,16 +51,14 @@ class Load:
 
 
 def cpus() -> int:
-    """CPUs that this process may use: those of its affinity mask, and no more than its control groups have time for; at least
-    1."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the CPUs that this process may use: those of its affinity mask, as far as its control groups have time for them."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups("cpu"):
         words = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
-        if (
-            len(words) == 2 and words[0].isdigit()
-        ):  # so many microseconds in so many, of all CPUs together; not "max" or -1
-            found = min(found, int(words[0]) // int(words[1]))
-    return max(1, found)
+        # So many microseconds in so many, of all CPUs together; not "max" or -1.
+        if len(words) == 2 and words[0].isdigit():
+            count = min(count, int(words[0]) // int(words[1]))
+    return max(1, count)
 
 
 def memory() -> Memory:
@@ -103,11 +93,11 @@ def load() -> Load:
 
 def parse_size(text: str) -> int:
     """Return the bytes of an amount of memory such as 20GiB, 24 GB or 900MiB. Raises ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip(), re.IGNORECASE)
-    unit = found and next((UNITS[name] for name in UNITS if name.lower() == found[2].lower()), None)
-    if not found or not unit or not 2**20 <= float(found[1]) * unit <= 2**50:
+    parts = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip().lower())
+    count = float(parts[1]) * UNITS.get(parts[2], 0) if parts else 0.0
+    if not 2**20 <= count <= 2**50:
         raise ValueError(f"{text!r} is not an amount of memory of 1 MiB or more, such as 20GiB, 24GB or 900MiB")
-    return int(float(found[1]) * unit)
+    return int(count)
 
 
 def size(count: float) -> str:
@@ -122,8 +112,8 @@ def at_least(count: int) -> str:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Yield folders of the groups, of either version, that may limit this process, each with those around it. In a
-    container they may be mounted as the root, whatever their names outside are."""
+    """Yield folders of the groups, of either version, that may limit this process, each with those around it; in a container
+    they may be mounted as the root."""
     for line in _text(ROOT / "proc/self/cgroup").splitlines():  # "4:cpu,cpuacct:/a/b", of version 2 "0::/a/b"
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -1,5 +1,5 @@
-"""What trials can be compared by: by name the metrics whose mean counts, and the sign with which more of it is better; and the
-standard errors of accuracies of exactly 0 or 1, of which sqrt(p (1 - p) / (n - 1)) says that they are certain.
+"""Measures by which trials are compared: the metrics whose mean counts, and the sign with which more is better; and the standard
+errors of accuracies of exactly 0 or 1, of which sqrt(p (1 - p) / (n - 1)) says that they are certain.
 
 Of n items that were all answered right, or all wrong, Wilson's 95% interval (1927) is z^2 / (n + z^2) wide. Half of that over z,
 z / (2 (n + z^2)), is the standard error that has an interval of this width.
@@ -34,8 +34,7 @@ def measured(metrics: Mapping[str, float], measure: str, known: Container[str] =
 
 
 def comparable(accuracy: float) -> float:
-    """Return an accuracy to compare by: means of the same fractions differ in their last bits where they were summed in
-    another order."""
+    """Return an accuracy to compare by: means that were summed in another order differ in their last bits."""
     return round(accuracy, ACCURACY_DIGITS)
 
 
@@ -45,9 +44,8 @@ def fraction(value: float) -> str:
 
 
 def chance(choices: int, gold: int) -> float:
-    """Return the accuracy of picking one of so many choices blindly. NaN where the right one, `gold`, is -1: how many are
-    right is not kept; but 0 of one such, as an answer that is only asked for (lm-eval's type loglikelihood) is one of all
-    that could be said."""
+    """Return the accuracy of picking one of so many choices blindly; NaN where `gold` is -1 (several are right), but 0 of one
+    such, an answer that is only asked for (lm-eval's type loglikelihood)."""
     if choices == 1 and gold < 0:
         return 0.0
     return 1 / choices if gold >= 0 else math.nan
@@ -78,10 +76,10 @@ def wilson_errors(metrics: Mapping[str, Any], items: Mapping[str, float]) -> dic
     """Return what takes the place of standard errors in `metrics`, by name: that of Wilson's interval of a task with an
     accuracy of 0 or 1 and an error of 0 (`items`: how many it has), and that of acc_mean with what it adds, of k tasks its
     square over k^2."""
-    found = {f"acc_{task}_stderr": wilson_stderr(n) for task, n in items.items() if is_certain(metrics, task)}
-    if found and metrics.get("acc_mean_stderr") is not None:
+    errors = {f"acc_{task}_stderr": wilson_stderr(n) for task, n in items.items() if is_certain(metrics, task)}
+    if errors and metrics.get("acc_mean_stderr") is not None:
         names = (name for name in metrics if name.startswith("acc_") and not name.endswith("_stderr"))
         tasks = [name for name in names if name != "acc_mean" and metrics[name] == metrics[name]]
-        added = sum(error**2 for error in found.values()) / len(tasks) ** 2
-        found["acc_mean_stderr"] = math.sqrt(metrics["acc_mean_stderr"] ** 2 + added)
-    return found
+        added = sum(error**2 for error in errors.values()) / len(tasks) ** 2
+        errors["acc_mean_stderr"] = math.sqrt(metrics["acc_mean_stderr"] ** 2 + added)
+    return errors

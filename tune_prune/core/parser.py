@@ -24,14 +24,6 @@ _EXIT_CODES = """exit codes:
   130  interrupted; 143 terminated: 128 + the number of the signal"""
 _WIDTH, _INDENT = 100, 26  # columns of a page, and of the flags in it
 
-# argparse's own messages as sentences that begin with the flag.
-_SENTENCES = {
-    "^the following arguments are required: (.*)": r"\1 is missing",
-    "^argument (.*): expected one argument$": r"\1 has no value",
-    "^argument ": "",
-    "^unrecognized arguments: (.*)": r"unexpected argument \1, every value follows its flag",
-}
-
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, so that bad flags end like every other bad input; with --version. Flags are not
@@ -86,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does; but a misspelt flag is reported before the one that is missing for it."""
         args = sys.argv[1:] if args is None else list(args)
         # Such letters stand for bytes that are no text, which records, logs and the terminal could not hold.
-        if strange := [text for text in args if any("\ud800" <= letter <= "\udfff" for letter in text)]:
+        if strange := [text for text in args if re.search("[\ud800-\udfff]", text)]:
             raise UserError(f"{strange[0]!r} is no UTF-8 text, which names in records are; rename that file or folder")
         known = self._option_string_actions
         unknown = [flag for flag in _flags(args) if flag not in known]
@@ -95,11 +87,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        for pattern, sentence in _SENTENCES.items():
-            message = re.sub(pattern, sentence, message)
-        shown = {name for names in self.common.values() for name in names}
-        named = re.match(r"unknown flag|--[\w-]+", message)
-        raise UserError(f"{message} (see {self.prog} {'--help-all' if named and named[0] not in shown else '--help'})")
+        raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help-all)")
 
 
 class _Page(argparse.RawDescriptionHelpFormatter):

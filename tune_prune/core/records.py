@@ -1,4 +1,4 @@
-"""Results as plain data: what a stage reports, and the record of a trial, which grows by what its stages report. No torch, no ray.
+"""Results as plain data: what a stage reports, and the record of a trial, which grows by it. No torch, no ray.
 
 Metric names are flat: ppl, acc_mean, acc_<task> and each accuracy's standard error as <name>_stderr (plain fractions,
 not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
-from pydantic_core import PydanticCustomError
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.validation import Amount, Count, Number, validated
@@ -58,7 +57,7 @@ def failure_counts(failures: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Slice:
-    """What a slice of the zero-shot items has added to a trial."""
+    """Outcomes that a slice of the zero-shot items has added to a trial."""
 
     index: int
     fraction: float  # of all items, as the protocol says it: stopping levels are met exactly, whatever the rounding
@@ -71,7 +70,7 @@ class Slice:
 
 @dataclass
 class StageReport:
-    """What one stage of a trial, or one pass over the dense model, reports: its name, its cost and its metrics."""
+    """Name, cost and metrics of one stage of a trial, or of one pass over the dense model."""
 
     stage: str  # a statistic's, or one of MODEL_STAGES
     duration_s: Amount
@@ -89,21 +88,17 @@ class StageReport:
         return {name: value for name, value in vars(self).items() if name not in ("metrics", "slice")}
 
 
-def _config(values: Any) -> PruningConfig | None:
-    if not isinstance(values, dict):
-        raise PydanticCustomError("dict_type", "Input should be an object")
+def _config(values: dict[str, Any]) -> PruningConfig | None:
     try:
         return PruningConfig.from_dict(values) if values else None
-    except TypeError as error:  # a field without a default is missing
+    except (TypeError, AttributeError) as error:  # a field without a default is missing, or it is no object
         raise ValueError(str(error)) from error
 
 
 @dataclass
 class TrialRecord:
-    """A trial (or the dense baseline, which has no configuration) as far as it has come: the unit of the ledger.
-
-    It is `begun`, grows by a report per stage (`after`), and ends with another status than "running".
-    """
+    """A trial (or the dense baseline, which has no configuration) as far as it has come: the unit of the ledger. It is `begun`,
+    grows by a report per stage (`after`), and ends with another status than "running"."""
 
     key: str
     model: str  # label of the model
@@ -159,47 +154,10 @@ class TrialRecord:
 
     @classmethod
     def read(cls, content: bytes | Any) -> TrialRecord:
-        """Return the record that `to_json(record.to_dict())` wrote, from its text or its values.
-
-        Unknown fields (of a newer version) are ignored. Raises ValueError that names a field which is missing or wrong."""
-        record = validated(cls, content)
-        for name, value in record.metrics.items():
-            if what := _impossible(name, value):
-                raise ValueError(f"metrics.{name} is {value}; it must be {what}")
-        names = [name for name in record.metrics if name.startswith("acc_") and not name.endswith("_stderr")]
-        tasks, mean = [record.metrics[name] for name in names if name != "acc_mean"], record.metrics.get("acc_mean")
-        if tasks and mean is not None and abs(mean - sum(tasks) / len(tasks)) > 1e-6:
-            raise ValueError(f"metrics.acc_mean is {mean}; it must be the mean of its tasks, {sum(tasks) / len(tasks)}")
-        for index, stage in enumerate(record.stages):
-            if stage.items_scored > stage.items_total:
-                what = f"at most {stage.items_total}, of all items"
-                raise ValueError(f"stages[{index}].items_scored is {stage.items_scored}; it must be {what}")
-        return record
+        """Return the record of `record.to_dict()`, as text or values. Raises ValueError that names a missing or wrong field."""
+        return validated(cls, content)
 
 
 def may_pass(record: TrialRecord) -> bool:
     """Say whether a trial has failed by something else than what its configuration is: another attempt may measure it."""
     return record.status == "failed" and record.failure not in ("not_finite", "infeasible")
-
-
-_ROUNDING = 1e-2  # of what is computed from float32 or less
-# By how a metric's name begins: the least and the most that it can be. Infinite and undefined ones are results.
-_BOUNDS = {
-    "acc_": (0, 1, "a fraction"),
-    "chance_acc_": (0, 1, "a fraction"),
-    "removed_fraction": (0, 1, "a fraction"),
-    "ppl": (1 - _ROUNDING, math.inf, "at least 1"),
-    "kl_": (-_ROUNDING, math.inf, "at least 0"),
-    "gold_logprob_": (-math.inf, _ROUNDING, "at most 0"),
-    "params_count": (0, math.inf, "at least 0"),
-}
-
-
-def _impossible(name: str, value: float) -> str:
-    """Return what a metric would have to be, where it cannot be `value`; else nothing."""
-    if name.endswith("_stderr"):
-        return "at least 0" if value < 0 else ""
-    for start, (least, most, what) in _BOUNDS.items():
-        if name.startswith(start) and (value < least or value > most):
-            return what
-    return ""

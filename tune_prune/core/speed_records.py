@@ -1,8 +1,6 @@
-"""Measured speed of pruned models beside their dense model: of a machine, not of a configuration.
-
-So no trial's record or key knows it. It is kept beside the trials, a file for each trial and set of conditions, and is compared
-only where the conditions are the same. Seconds of different runs do not compare either: what counts is the ratio to the dense
-model, which took turns with the pruned one.
+"""Measured speed of pruned models beside their dense model: of a machine, not of a configuration, so no trial's record or key
+knows it. It is kept in a file for each trial and set of conditions, and compared only where the conditions are the same. What
+counts is the ratio to the dense model, which took turns with the pruned one.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Seconds = Annotated[list[Annotated[Number, Field(gt=0)]], Field(min_length=1)]
 
 @dataclass(frozen=True)
 class Relative:
-    """How many times as fast as the dense model: the ratio of medians, and the lowest and highest ratio of a round."""
+    """Speed as a multiple of the dense model's: the ratio of medians, and the lowest and highest ratio of a round."""
 
     value: float
     lowest: float
@@ -36,15 +34,14 @@ class Relative:
 
 
 def relative(dense_s: Sequence[float], own_s: Sequence[float]) -> Relative:
-    """Return how many times as fast `own_s` are: seconds of rounds, in each of which both were measured, one after the
-    other."""
+    """Return how many times as fast `own_s` are: seconds of rounds, in each of which both were measured."""
     rounds = [dense / own for dense, own in zip(dense_s, own_s, strict=True)]
     return Relative(statistics.median(dense_s) / statistics.median(own_s), min(rounds), max(rounds))
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What two speeds must share to be compared."""
+    """Conditions that two speeds must share to be compared."""
 
     prompt_tokens: Positive  # really used: a model's position limit shortens what was asked
     new_tokens: Positive
@@ -64,7 +61,7 @@ class Rounds:
 
     @property
     def total_s(self) -> list[float]:
-        """Of answering the whole request."""
+        """Seconds of answering the whole request."""
         return [prefill + decode for prefill, decode in zip(self.prefill_s, self.decode_s, strict=True)]
 
 
@@ -81,11 +78,6 @@ class SpeedRecord:
     graph: bool  # whether a decoding step was one CUDA graph
     measured_at: Text  # ISO 8601, UTC
 
-    def __post_init__(self) -> None:
-        rounds = (self.dense.prefill_s, self.dense.decode_s, self.pruned.prefill_s, self.pruned.decode_s)
-        if {len(seconds) for seconds in rounds} != {self.conditions.repeats}:
-            raise ValueError(f"conditions.repeats is {self.conditions.repeats}; it must be the number of all rounds")
-
     @property
     def prefill(self) -> Relative:
         return relative(self.dense.prefill_s, self.pruned.prefill_s)
@@ -96,7 +88,7 @@ class SpeedRecord:
 
     @property
     def total(self) -> Relative:
-        """Of a whole request: prompt and new tokens, as the conditions have them."""
+        """Speed at a whole request: prompt and new tokens, as the conditions have them."""
         return relative(self.dense.total_s, self.pruned.total_s)
 
 

@@ -1,9 +1,7 @@
-"""Temporary folders: each is gone when its process is. What a process could not remove, because it was killed, the next one does.
+"""Temporary folders: each is gone when its process is. What a killed process could not remove, the next one does.
 
-A process that uses a folder holds it by an flock of the folder itself, which the system lets go when the process ends, whatever has
-ended it. So a folder that nobody holds is nobody's, in any container that shares it, whatever process has its number by now.
-
-A folder that is there whole or not at all: it is written beside its place, and renamed at the end.
+A process holds a folder by an flock of it, which the system lets go when the process ends, whatever has ended it. So a folder that
+nobody holds is nobody's, in any container that shares it, whatever process has its number by now.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ _held: dict[Path, int] = {}  # the open descriptors of this process's own
 
 
 def make(where: str | None = None) -> Path:
-    """Return a new folder in `where` (None: the system's for temporary files) that only this user can look into, held until
-    `remove` or the end of this process."""
-    unseen = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=where))  # by `abandoned`, until it is held
+    """Return a new folder in `where` (None: the system's) that only this user can look into, held until `remove` or the end."""
+    unseen = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=where))  # by `sweep`, until it is held
     descriptor = os.open(unseen, os.O_RDONLY)
     _lock(descriptor, fcntl.LOCK_SH)
     folder = unseen.rename(unseen.with_name(unseen.name[1:]))
@@ -67,21 +64,13 @@ def folder() -> Iterator[Path]:
         remove(made)
 
 
-def abandoned(where: str | None = None) -> list[Path]:
-    """Return the folders of this user in `where` that nobody holds any more."""
-    found = []
+def sweep(where: str | None = None) -> None:
+    """Remove the folders of this user in `where` (None: the system's) that nobody holds any more."""
     for path in Path(where or tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # it is gone, or another user's
             about = path.lstat()
             if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not _is_held(path):
-                found.append(path)
-    return found
-
-
-def sweep(where: str | None = None) -> None:
-    """Remove what is abandoned."""
-    for path in abandoned(where):
-        shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_held(path: Path) -> bool:
@@ -96,7 +85,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _lock(descriptor: int, how: int) -> None:
-    with contextlib.suppress(OSError):  # a file system without locks: there `abandoned` finds nothing
+    with contextlib.suppress(OSError):  # a file system without locks: there `sweep` removes nothing
         fcntl.flock(descriptor, how)
 
 
@@ -106,8 +95,8 @@ def clear_killed(folder: Path) -> None:
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.*-*"):
         kind, _, pid = path.name.removeprefix(f".{folder.name}.").rpartition("-")
         kind, _, host = kind.partition("-")
-        if kind not in ("partial", "replaced") or host not in ("", platform.node()) or not pid.isdecimal():
-            continue  # without a host: of an older version
+        if kind not in ("partial", "replaced") or host != platform.node() or not pid.isdecimal():
+            continue
         if int(pid) != os.getpid() and lives(int(pid)):  # in a container ids come again
             continue
         if kind == "replaced" and not folder.exists():
@@ -117,8 +106,8 @@ def clear_killed(folder: Path) -> None:
 
 
 def is_mount_point(folder: Path) -> bool:
-    """Whether something is mounted at `folder`, so that it cannot be renamed. os.path.ismount sees only mounts of another device;
-    Linux lists all, with blanks as \\040 (proc_pid_mountinfo(5))."""
+    """Say whether something is mounted at `folder`, so that it cannot be renamed. os.path.ismount sees only mounts of another
+    device; Linux lists all, with blanks as \\040 (proc_pid_mountinfo(5))."""
     mounts = Path("/proc/self/mountinfo")
     lines = mounts.read_bytes().splitlines() if mounts.exists() else []
     places = {re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in lines}

@@ -37,12 +37,8 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def validated(kind: type[T], values: Any) -> T:
-    """Return `values`, plain data or the bytes of its JSON text, as a `kind`: a dataclass or a TypedDict, whose own checks
-    (`__post_init__`) count, too.
-
-    Nothing is converted: a whole number is no truth value and no text. Unknown fields (of a newer version) are left out.
-    Raises ValueError with the field's full name, its value and what it must be.
-    """
+    """Return `values`, plain data or the bytes of its JSON text, as a `kind`: a dataclass or TypedDict. Nothing is converted, and
+    unknown fields are left out. Raises ValueError with the field's full name, its value and what it must be."""
     text = values if isinstance(values, bytes) else json.dumps(values, default=lambda value: value.item())
     try:
         adapter: TypeAdapter[T] = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
@@ -64,14 +60,6 @@ def _problem(error: ValidationError) -> str:
         return f"{place}.{text}" if place else text
     if first["type"] == "missing":
         return f"{place} is missing"
-    if first["type"].startswith(("dataclass", "dict", "typed_dict")):
-        due = "it must be an object {...}"
-    else:
-        due = first["msg"].replace("Input should be ", "it must be ")
-    return f"{place or 'it'} is {shown(first['input'])}; {due}"
-
-
-def shown(value: Any) -> str:
-    """Return a value as part of a sentence."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    an_object = first["type"].startswith(("dataclass", "dict", "typed_dict"))
+    due = "an object {...}" if an_object else first["msg"].removeprefix("Input should be ")
+    return f"{place or 'it'} is {' '.join(repr(first['input']).split()):.60}; it must be {due}"

@@ -34,9 +34,8 @@ C4_DOCUMENTS = 4000  # first documents of C4's train split: about 2M tokens, eno
 def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> str:
     """Return the source that a `--calibration` value means: "embedded", "wikitext2", "c4", a text file or a mixture of them.
 
-    A file is an absolute path. A name with a plus sign that is a file is that file. Without a value: the embedded text for embedded
-    models, else the training text (or, where that is missing, the validation text) of `data_dir`/text, else WikiText-2 train from
-    the hub. Raises UserError.
+    A file is an absolute path; a name with a plus sign that is a file is that file. Without a value: the embedded text for
+    embedded models, else the training (or validation) text of `data_dir`/text, else WikiText-2 train from the hub.
     """
     if name is None:
         if model_is_embedded:
@@ -52,28 +51,14 @@ def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> 
             f"no calibration text in {folder} (a *train*.txt or *valid*.txt file); put one there or name a text file: "
             "--calibration FILE"
         )
-    if "+" not in name or _path(name).is_file():
-        source = _resolve_one(name)
-        if texts_of(source) != [source]:
-            raise UserError(
-                f"calibration text {source} has +/ in its path, which reads as a mixture; rename the folder"
-            )
-        return source
-    names = [part.strip() for part in name.split("+")]
-    if not all(names):
+    parts = [name] if _path(name).is_file() else [part.strip() for part in name.split("+")]
+    sources = [_resolve_one(part) for part in parts]
+    mixture = "+".join(sources)
+    if texts_of(mixture) != sources or len(set(sources)) < len(sources):
         raise UserError(
-            f"calibration text {name!r} is a mixture with an empty name; write names with one + between them, e.g. wikitext2+c4"
+            f"calibration text {mixture} is no mixture; name each text once, and rename a path that has a plus sign"
         )
-    sources = [_resolve_one(part) for part in names]
-    for source in sources:
-        if "+" in source:
-            raise UserError(
-                f"calibration text {source} has a plus sign in its path, which separates the texts of a mixture; rename it, or "
-                "give it alone"
-            )
-        if sources.count(source) > 1:
-            raise UserError(f"calibration text {source} is twice in the mixture {name!r}; name each text once")
-    return "+".join(sources)
+    return mixture
 
 
 def _resolve_one(name: str) -> str:

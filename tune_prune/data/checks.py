@@ -1,4 +1,4 @@
-"""Whether the texts and tasks that a command names can be read, and are what it needs: before any weights are loaded."""
+"""Checks that the texts and tasks that a command names are there and are what it needs, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import hub_datasets, task_source, uses_embedded_data
-from tune_prune.data.task_definition import check_scored, followed, read_definition
+from tune_prune.data.task_definition import followed, read_definition
 from tune_prune.models import hub
 
 if TYPE_CHECKING:
@@ -32,20 +32,12 @@ def data_dir(asked: str | None) -> str | None:
 
 
 def check_data(run: ModelRun) -> None:
-    """Read tasks and perplexity text where they are files. Raises UserError for what is missing or cannot be used."""
-    source, tasks = task_source(run), run.protocol.tasks
-    task_files.check_tasks(source, tasks)
-    if source.kind == "folder":
-        for task in task_files.task_files(source, tasks):
-            task_files.columns(task.items, task_files.read_items(task.items, task.fields))
-            if source.is_data(task):
-                definition = read_definition(task.definition)
-                metrics = definition.get("metric_list")
-                check_scored(
-                    task.name, definition.get("output_type"), metrics and [entry["metric"] for entry in metrics]
-                )
-            else:
-                followed(task.definition)
+    """Raise UserError where files of tasks, a data set of the hub or the perplexity text are missing, and where a definition is not
+    plain data; what else is wrong with tasks is found when they are made requests."""
+    source = task_source(run)
+    for task in [] if source.kind == "hub" else task_files.task_files(source, run.protocol.tasks):
+        if source.is_data(task):
+            read_definition(task.definition)
     for repo in hub_datasets(run):
         hub.dataset_commit(repo)
     if run.data_dir is not None and source.kind == "folder":
@@ -68,14 +60,6 @@ def check_cached(run: ModelRun) -> None:
                 )
 
 
-_NEED_RIGHT_CHOICES = {  # flag -> what for, and what to do without
-    "--scheduler race-gold": ("compares log-probabilities of right answers", "use --scheduler race"),
-    "--objective gold_logprob": ("looks for the log-probability of right answers", "use --objective accuracy"),
-    "--draws-by gold_logprob": ("compares log-probabilities of right answers", "use --draws-by accuracy"),
-    "--kl-filter": ("measures on questions with their right answers", "leave it out"),
-}
-
-
 def check_right_choices(run: ModelRun, flag: str) -> None:
     """Raise UserError where definitions say that no item of the run's tasks can have a single right choice, which `flag` needs.
     What only the items, the hub or a program can say is not looked for."""
@@ -88,10 +72,9 @@ def check_right_choices(run: ModelRun, flag: str) -> None:
         values = read_definition(task.definition) if source.is_data(task) else followed(task.definition)[0]
         if values.get("output_type") != "loglikelihood":
             return
-    what, instead = _NEED_RIGHT_CHOICES[flag]
     raise UserError(
-        f"{flag} {what}, but {', '.join(tasks)} have none (output_type loglikelihood); {instead}, or add a multiple_choice task to "
-        "--tasks"
+        f"{flag} needs questions with right answers, and {', '.join(tasks)} have none (output_type loglikelihood); leave it out, "
+        "or add a multiple_choice task to --tasks"
     )
 
 
@@ -115,16 +98,12 @@ def check_calibration(
     reported = None
     if contents and (run.data_dir is not None or uses_embedded_data(run)):
         reported = perplexity_text.load_text(run.data_dir, uses_embedded_data(run)).split()
-    seen: list[list[str]] = []
     for text, content in contents.items():
-        if (words := content.split()) == reported:
+        if content.split() == reported:
             raise UserError(
                 f"calibration text {text} is the text that perplexity is reported on; pruning by it would make the "
                 "perplexity look better than it is: name another text with --calibration"
             )
-        if words in seen:
-            raise UserError(f"calibration text {text} is twice in {run.calibration}, by two names; name it once")
-        seen.append(words)
         tokens, index = calibration.tokenize(tokenizer, content), parts.index(text)
         for seq_len in seq_lens:
             try:

@@ -1,4 +1,4 @@
-"""Which texts and tasks a run uses, and fingerprints of their content."""
+"""Texts and tasks that a run uses, and fingerprints of their content."""
 
 from __future__ import annotations
 

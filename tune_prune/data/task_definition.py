@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import utf8_text
 
 MAX_BYTES = 100_000  # of a file; lm-eval's own are below 10,000
-MAX_VALUES = 10_000  # of a definition, aliases followed
-MAX_DEPTH = 20
 
 # What lm-eval is given, and of which type. Texts are templates, or names of fields of the items.
 USED: dict[str, tuple[type, ...]] = {
@@ -37,31 +35,18 @@ USED: dict[str, tuple[type, ...]] = {
 }
 # What lm-eval is not given, as it means nothing here: items come from the file, without examples before them, and nothing is
 # generated, filtered or looked for in training data.
-UNUSED = frozenset(
-    (
-        *(
-            "task",
-            "task_alias",
-            "tag",
-            "metadata",
-            "dataset_path",
-            "dataset_name",
-            "num_fewshot",
-            "fewshot_config",
-            "repeats",
-        ),
-        *("training_split", "validation_split", "test_split", "fewshot_split", "generation_kwargs", "filter_list"),
-        *("should_decontaminate", "doc_to_decontamination_query"),
-    )
-)
+UNUSED = {
+    "task", "task_alias", "tag", "metadata", "dataset_path", "dataset_name", "num_fewshot", "fewshot_config", "repeats",
+    "training_split", "validation_split", "test_split", "fewshot_split", "generation_kwargs", "filter_list",
+    "should_decontaminate", "doc_to_decontamination_query",
+}  # fmt: skip
+_TYPES = {str: "a text", int: "a whole number", list: "a list", dict: "a mapping"}
 _METRIC_FIELDS = {"metric", "aggregation", "higher_is_better"}
 # Those of lm-eval itself; for another name it loads a program of that name, from a folder or the hub.
-METRICS = frozenset(
-    (
-        *("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "exact_match", "f1", "mcc", "brier_score"),
-        *("likelihood", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"),
-    )
-)
+METRICS = {
+    "acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "exact_match", "f1", "mcc", "brier_score", "likelihood",
+    "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte",
+}  # fmt: skip
 OUTPUT_TYPES = ("multiple_choice", "loglikelihood")
 _TRUST = "look at what it runs, then give --trust-tasks (trust_tasks=True in Python)"
 
@@ -71,35 +56,30 @@ def read_definition(path: Path) -> dict[str, Any]:
 
     Raises UserError for everything that is not data.
     """
-    values = _merged(path, path.parent.resolve(), ())
-    if not all(isinstance(name, str) for name in values):
-        raise UserError(f"{path} has fields whose names are no text; a definition has those of docs/data.md")
-    for name in sorted(values):
-        if name not in USED and name not in UNUSED:
-            raise UserError(
-                f"{path} has the field {name:.60}, and only fields that are plain data are read (docs/data.md); leave it out, or "
-                f"{_TRUST}"
-            )
+    values = _merged(path, _DataLoader, {}, path.parent.resolve())
+    if unknown := sorted(str(name) for name in values if name not in USED and name not in UNUSED):
+        raise UserError(
+            f"{path} has the field {unknown[0]:.60}, and only fields that are plain data are read (docs/data.md); leave it out, or "
+            f"{_TRUST}"
+        )
     fields = {name: value for name, value in values.items() if name in USED and value is not None}
     for name, value in fields.items():
         if not isinstance(value, USED[name]) or isinstance(value, bool):
-            types = " or ".join(
-                {str: "a text", int: "a whole number", list: "a list", dict: "a mapping"}[t] for t in USED[name]
-            )
+            types = " or ".join(_TYPES[kind] for kind in USED[name])
             raise UserError(f"{path}: {name} is {value!r:.60}; it must be {types}")
     for metric in fields.get("metric_list", ()):
         _check_metric(path, metric)
     return fields
 
 
-def check_scored(name: str, output_type: str | None, metrics: Sequence[str] | None) -> None:
-    """Raise UserError unless a task of that type and with these metrics (None: the type's own) is one that is scored here."""
+def check_scored(name: str, output_type: str, metrics: Collection[str]) -> None:
+    """Raise UserError unless a task of that type and with these metrics is one that is scored here."""
     if output_type not in OUTPUT_TYPES:
         raise UserError(
             f"task {name!r} is of type {output_type}; only multiple_choice and loglikelihood tasks are scored"
         )
     metric = ZERO_SHOT_METRIC.get(name, "acc")
-    if metrics is not None and not {"acc", metric} <= set(metrics):
+    if not {"acc", metric} <= set(metrics):
         raise UserError(
             f"task {name!r} has no metric {metric}; add `- metric: {metric}` to the metric_list of its definition"
         )
@@ -112,41 +92,34 @@ def followed(path: Path) -> tuple[dict[str, Any], list[Path]]:
     those that are named elsewhere. Raises UserError for a file that is no YAML.
     """
     files: dict[Path, dict[str, Any]] = {}
-    merged = _follow(path.resolve(), files)
+    merged = _merged(path.resolve(), _Follower, files)
     texts = {file: _text(file) for file in files}
     programs = sorted(path.parent.rglob("*.py")) if any("!function" in text for text in texts.values()) else []
     for file, text in texts.items():  # lm-eval looks for a function beside the file that names it
-        if not file.is_relative_to(_real(path.parent)):
+        if not file.is_relative_to(path.parent.resolve()):
             modules = dict.fromkeys(re.findall(r"!function\s+['\"]?([\w.]+)\.\w+", text))
             named = [file.parent / f"{module.replace('.', '/')}.py" for module in modules]
             programs += [program for program in named if program.is_file()]
     return merged, [*list(files)[1:], *programs]
 
 
-def _follow(path: Path, files: dict[Path, dict[str, Any]]) -> dict[str, Any]:
-    values = files[path] = _load(path, _Follower)
-    merged: dict[str, Any] = {}
-    for other in map(_real, _included(path, values)):
-        if other not in files and other.is_file():
-            merged |= _follow(other, files)
-    return merged | values
-
-
-def _merged(path: Path, folder: Path, before: tuple[Path, ...]) -> dict[str, Any]:
-    """Merge a definition with what it includes below `folder`, its own fields last, as lm-eval does."""
-    values = _load(path, _DataLoader)
+def _merged(
+    path: Path, loader: type[yaml.SafeLoader], files: dict[Path, dict[str, Any]], folder: Path | None = None
+) -> dict[str, Any]:
+    """Merge a definition with what it includes, its own fields last, as lm-eval does; `files` gets the fields of each by its path.
+    `folder`: raise UserError for a file that is not in it."""
+    values = files[path] = _load(path, loader)
     merged: dict[str, Any] = {}
     for other in _included(path, values):
-        target = _real(other)
-        if not target.is_relative_to(folder):
+        target = Path(os.path.realpath(other))  # unchanged where links lead nowhere
+        if folder is not None and not target.is_relative_to(folder):
             raise UserError(
                 f"{path} includes {other}, which is outside its folder; copy that file into it, or {_TRUST}"
             )
-        if target in (path.resolve(), *before):
-            raise UserError(f"{path} includes {other}, which includes it again; take one of the two out")
-        if not target.is_file():
+        if folder is not None and not target.is_file():
             raise UserError(f"{path} includes {other}, which is not there; correct the definition")
-        merged |= _merged(target, folder, (*before, path.resolve()))
+        if target not in files and target.is_file():
+            merged |= _merged(target, loader, files, folder)
     return merged | values
 
 
@@ -159,11 +132,6 @@ def _included(path: Path, values: dict[str, Any]) -> Iterator[Path]:
         yield path.parent / name
 
 
-def _real(path: Path) -> Path:
-    """Return the path without links, unchanged where they lead nowhere."""
-    return Path(os.path.realpath(path))
-
-
 def _load(path: Path, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
     try:
         values = yaml.load(_text(path), Loader=loader)
@@ -172,12 +140,10 @@ def _load(path: Path, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
         raise UserError(
             f"{path}, line {line}: {tag} would run code, and task files are read as data; {_TRUST}"
         ) from None
+    except UserError:
+        raise
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        cause = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise UserError(f"{path} is not valid YAML ({cause}); correct the definition") from error
-    _count(path, values)
+        raise UserError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct the definition") from error
     if not isinstance(values, dict):
         raise UserError(
             f"{path} is no definition of a task: a mapping with fields such as doc_to_text is needed (docs/data.md)"
@@ -192,22 +158,6 @@ def _text(path: Path) -> str:
     return utf8_text(path.read_bytes(), path)
 
 
-def _count(path: Path, root: Any) -> None:
-    """Refuse many or deep values: a YAML alias can make a small file a huge value, or one that holds itself."""
-    left, waiting = MAX_VALUES, [(root, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        left -= 1
-        if left < 0 or depth > MAX_DEPTH:
-            raise UserError(
-                f"{path} has more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} levels; make it smaller"
-            )
-        if isinstance(value, dict):
-            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
-        elif isinstance(value, list):
-            waiting += [(item, depth + 1) for item in value]
-
-
 def _check_metric(path: Path, metric: Any) -> None:
     if not isinstance(metric, dict) or not isinstance(metric.get("metric"), str):
         raise UserError(f"{path}: metric_list has {metric!r:.60}; each entry must name a metric, as in `- metric: acc`")
@@ -220,16 +170,18 @@ def _check_metric(path: Path, metric: Any) -> None:
         )
 
 
-class _WithoutMerges(yaml.SafeLoader):
-    """Refuses merge keys (<<), which a few lines can nest until nobody can wait for them."""
+class _WithoutAliases(yaml.SafeLoader):
+    """Refuses aliases, by which a few lines can make a value that nobody can wait for, or one that holds itself."""
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, "merge keys (<<) are not read", key.start_mark)
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*) are not read", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
 
 
-class _DataLoader(_WithoutMerges):
+class _DataLoader(_WithoutAliases):
     """Reads plain data; a tag that would make anything else is refused."""
 
     def refuse(self, node: yaml.Node) -> None:
@@ -242,7 +194,7 @@ class _Tagged(Exception):
     """Carries a tag that was refused, and the line where it stands."""
 
 
-class _Follower(_WithoutMerges):
+class _Follower(_WithoutAliases):
     """Reads definitions without running what they name by tags."""
 
 

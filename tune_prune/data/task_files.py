@@ -1,4 +1,4 @@
-"""Where the items of zero-shot tasks come from: the hub, a folder of files, or what ships with the package.
+"""Sources of the items of zero-shot tasks: the hub, a folder of files, or what ships with the package.
 
 A task-set folder holds `tasks/<name>/<split>.jsonl`, one item a line, and for a task that is not one of the seven
 `tasks/<name>/task.yaml`, a definition in lm-eval's format without the data set, which is read as data (task_definition.py)
@@ -28,7 +28,7 @@ from tune_prune.embedded import tasks_dir
 from tune_prune.models import hub
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import DatasetDict
 
 
 class StockTask(NamedTuple):
@@ -55,7 +55,7 @@ STOCK_TASKS = {
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where tasks come from; `path` is the task-set folder (None for the hub), `trusted` whether its files may run code."""
+    """A source of tasks; `path` is the task-set folder (None for the hub), `trusted` whether its files may run code."""
 
     kind: Literal["hub", "folder", "embedded"]
     path: str | None = None
@@ -105,7 +105,7 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
     root = Path(source.path) / "tasks"
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; --data-dir must name a folder that holds tasks/<name>/<split>.jsonl")
-    found: list[TaskFile] = []
+    files: list[TaskFile] = []
     missing: list[str] = []
     fields: tuple[str, ...]
     for name in dict.fromkeys(task_names):
@@ -124,12 +124,12 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
             raise UserError(f"task {name!r} is not in {root}; {did_you_mean(name, available)}")
         items = folder / f"{split}.jsonl"
         if items.is_file():
-            found.append(TaskFile(name, definition, split, items, fields))
+            files.append(TaskFile(name, definition, split, items, fields))
         else:
             missing.append(str(items))
     if missing:
         raise UserError(f"task files are missing: {', '.join(missing)}; add them or leave their tasks out with --tasks")
-    return found
+    return files
 
 
 def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
@@ -230,9 +230,9 @@ def write_definition(task: TaskFile, folder: Path) -> Path:
 
 def load_items(path: str, split: str, fields: list[str], **_: Any) -> DatasetDict:
     """Return a task's data set from a file, for lm-eval, which also passes the definition's metadata, not used."""
-    from datasets import DatasetDict
+    from datasets import Dataset, DatasetDict
 
-    return DatasetDict({split: _to_dataset(Path(path), read_items(Path(path), tuple(fields)))})
+    return DatasetDict({split: Dataset.from_dict(columns(Path(path), read_items(Path(path), tuple(fields))))})
 
 
 def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -243,14 +243,8 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
             continue
         try:
             item = json.loads(line)
-        except RecursionError:
-            raise UserError(f"{path}, line {number}: it is nested too deeply; write a flat object") from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}); one object a line is needed"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}; write a smaller number") from error
+        except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+            raise UserError(f"{path}, line {number}: not JSON ({error}); one object a line is needed") from error
         if not isinstance(item, dict):
             raise UserError(
                 f'{path}, line {number}: {type(item).__name__} where an object is needed, e.g. {{"question": ...}}'
@@ -266,42 +260,28 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
     return items
 
 
-def _to_dataset(path: Path, items: list[dict[str, Any]]) -> Dataset:
-    from datasets import Dataset
-
-    return Dataset.from_dict(columns(path, items))
-
-
 def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return items by field. Raises UserError where a field has values of types that no column has together."""
     import pyarrow
 
-    found = {
+    by_field = {
         name: [item.get(name) for item in items] for name in dict.fromkeys(name for item in items for name in item)
     }
     try:
-        for values in found.values():
+        for values in by_field.values():
             pyarrow.array(values)
     except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
         raise UserError(
             f"{path}: a field has values of different types, or such as no column holds ({error}); use one type"
         ) from error
-    return found
+    return by_field
 
 
 def hub_dataset(name: str) -> str | None:
     """Return the repository that lm-eval's definition of one of `STOCK_TASKS` names; None for another task."""
     if name not in STOCK_TASKS:
         return None
-    path, found = stock_definition(name), None
-    while found is None:  # a definition may include another one
-        text = path.read_text(encoding="utf-8")
-        found = re.search(r"^dataset_path: *(\S+)", text, re.MULTILINE)
-        included = re.search(r"^include: *(\S+)", text, re.MULTILINE)
-        if found is None and included is None:
-            return None
-        path = path if included is None else path.parent / included[1]
-    return found[1]
+    return followed(stock_definition(name))[0].get("dataset_path")
 
 
 def pinned_definition(name: str, folder: Path) -> Path:

@@ -200,6 +200,8 @@ def _of_the_first_item() -> Iterator[None]:
     """Note on errors that item 0 may be at fault, whose choices lm-eval reads to know what the definition asks."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         error.add_note("in the definition or in question 0")
         raise

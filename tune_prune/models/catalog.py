@@ -1,4 +1,4 @@
-"""What `--model` may be: an alias, a Hugging Face hub id, a local folder or a GGUF file; each becomes a ModelSource.
+"""Names that `--model` takes: an alias, a Hugging Face hub id, a local folder or a GGUF file; each becomes a ModelSource.
 
 Needs no torch, and the network only to choose between the hub and an installed package that has the same model. Whether the model
 can be had is found out when it is loaded (loading.py).
@@ -15,7 +15,6 @@ from typing import Literal
 from tune_prune import embedded
 from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.files import MAX_NAME, MAX_PATH, is_too_long
 from tune_prune.models.gguf import files as gguf_files
 
 ADAPTER = "adapter_config.json"  # by which peft and transformers know an adapter
@@ -43,9 +42,8 @@ class ModelSource:
     location: str  # hub id or absolute folder; of a GGUF file the folder in the cache that loading.load_config fills
     kind: Literal["hub", "folder", "embedded", "gguf"]
     revision: str | None = None  # hub only: branch, tag or commit
-    name: str = field(
-        default="", compare=False
-    )  # by which records find it again: alias, hub id, package, absolute folder or file
+    # By which records find it again: alias, hub id, package, absolute folder or file.
+    name: str = field(default="", compare=False)
     file: Path | None = None  # the GGUF file, absolute
 
     @property
@@ -82,32 +80,23 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
             return _packaged()
     if name in HUB_ALIASES:
         return ModelSource(name, HUB_ALIASES[name], "hub", revision, name)
-    if is_too_long(name):
-        raise UserError(
-            f"the name of the model has {len(os.fsencode(name)):,} bytes ({name[:30]!r}...), and a path has at most {MAX_PATH:,}, "
-            f"{MAX_NAME} between two slashes; give an alias, a hub id or a folder"
-        )
     path = Path(name).expanduser()
     if path.is_dir():
         check_label(path.resolve().name, f"model folder {name}")
         if not (path / "config.json").is_file():
+            step = "point --model at a folder in Hugging Face format"
             if (path / ADAPTER).is_file():
-                raise UserError(
-                    f"model folder {name} is an adapter ({ADAPTER}) and no model; {MERGE} and give that folder"
-                )
-            if ggufs := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
-                raise UserError(
-                    f"model folder {name} holds a GGUF file and no config.json; name the file: --model {ggufs[0]}"
-                )
-            raise UserError(f"model folder {name} has no config.json; point --model at a folder in Hugging Face format")
+                step = f"it is an adapter ({ADAPTER}) and no model: {MERGE} and give that folder"
+            elif ggufs := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
+                step = f"name the GGUF file in it: --model {ggufs[0]}"
+            raise UserError(f"model folder {name} has no config.json; {step}")
         return ModelSource(path.resolve().name, str(path.resolve()), "folder", name=str(path.resolve()))
     if path.is_file() and path.suffix == gguf_files.SUFFIX:
         check_label(path.stem, f"GGUF file {name}")
         return _gguf(path.stem, str(path.absolute()), path.absolute())
     if path.exists():
         raise UserError(f"model {name} is a file; point --model at the folder that holds its config.json and weights")
-    looks_local = name.startswith((".", "~", os.sep)) or name.count("/") > 1
-    if looks_local:
+    if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise UserError(
             f"model folder {name} does not exist; give an existing folder, a hub id or one of: {', '.join(aliases())}"
         )

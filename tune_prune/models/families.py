@@ -170,7 +170,7 @@ def _check_head_norms(layer: nn.Module, family: Family, where: str) -> None:
 
 
 def _attention_fits(layer: nn.Module, family: Family, hidden: int) -> bool:
-    """Whether q, k, v and o are of whole KV groups on the hidden size; true where the layer has no attention."""
+    """Say whether q, k, v and o are of whole KV groups on the hidden size; true where the layer has no attention."""
     parts = family.linears(layer)
     if "query" not in parts:
         return True
@@ -187,7 +187,7 @@ def _attention_fits(layer: nn.Module, family: Family, hidden: int) -> bool:
 
 
 def _mlp_fits(parts: dict[str, nn.Linear], hidden: int) -> bool:
-    """Whether gate, up and down have one width on the hidden size; true where the layer has no MLP."""
+    """Say whether gate, up and down have one width on the hidden size; true where the layer has no MLP."""
     if "gate" not in parts:
         return True
     gate, up, down = (parts[role] for role in MLP)

@@ -160,10 +160,8 @@ class NextTokenLosses:
 
 @contextmanager
 def head_input(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Give the head within this context what `change` makes of its input [B, T, H].
-
-    A hook in front of the head, because what a family does to its logits afterwards (soft caps, scales) must stay.
-    """
+    """Give the head within this context what `change` makes of its input [B, T, H]: by a hook in front of it, because what a family
+    does to its logits afterwards (soft caps, scales) must stay."""
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (change(args[0]),))
     try:
         yield

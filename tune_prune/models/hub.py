@@ -1,7 +1,5 @@
-"""Ask the Hugging Face hub once whether it answers, and which commit of a model or data set is used.
-
-The hub client tries a file that it has not cached six times, which takes half a minute where there is no network; one
-request with its normal time limit is enough to know.
+"""Ask the Hugging Face hub once whether it answers, and which commit of a model or data set is used. The hub client asks six times
+for a file that it has not cached, which takes half a minute where there is no network.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
-from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from tune_prune.core.errors import UserError
 
@@ -19,10 +16,7 @@ _CARD = "README.md"  # of a data set: the file of its repository that the datase
 
 
 def probe(repo: str, file: str, revision: str | None = None, repo_type: str = "model") -> None:
-    """Raise the hub client's own error (no network, no licence, no such repository) unless the hub shows `file`.
-
-    Nothing is asked about a file that is cached, or when HF_HUB_OFFLINE is set.
-    """
+    """Raise the hub client's own error unless the hub shows `file`; one that is cached, or offline, is not asked about."""
     cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision, repo_type=repo_type)
     if constants.HF_HUB_OFFLINE or isinstance(cached, str):
         return
@@ -36,7 +30,7 @@ def holds(repo: str, file: str, revision: str | None = None) -> bool:
     if cached is not None or constants.HF_HUB_OFFLINE:
         return isinstance(cached, str)
     try:
-        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file, revision=revision))
+        probe(repo, file, revision)
     except Exception:  # noqa: BLE001  # no such file, or no network, a proxy, a hub that is down, each of its own kind
         return False
     return True
@@ -46,21 +40,20 @@ def holds(repo: str, file: str, revision: str | None = None) -> bool:
 def obstacle(repo: str) -> str:
     """Return why model `repo` cannot be had, neither from the hub's cache nor from the hub, in a clause; empty where it can. Asked
     once by a process: answers of the moment would let it use two models under one name."""
-    names = ("config.json", "model.safetensors")
-    if all(isinstance(huggingface_hub.try_to_load_from_cache(repo, name), str) for name in names):
+    cached = [huggingface_hub.try_to_load_from_cache(repo, name) for name in ("config.json", "model.safetensors")]
+    if all(isinstance(path, str) for path in cached):
         return ""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
-        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, names[0]))
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, "config.json"))
     except Exception as error:  # noqa: BLE001  # no network, a proxy, a hub that is down, each of its own kind; it is the answer
         return " ".join(str(error).split()) or type(error).__name__
     return ""
 
 
 def folder(repo: str, revision: str | None = None) -> Path | None:
-    """Return where the cache holds files of a model under `revision` (branch, tag or commit; None: main); None where its
-    config.json was never fetched."""
+    """Return where the cache holds files of a model (`revision` None: main); None where its config.json was never fetched."""
     cached = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else None
 
@@ -72,29 +65,20 @@ def commit(repo: str, revision: str | None = None) -> str | None:
 
 
 def fetch_weights(repo: str, revision: str | None = None) -> None:
-    """Have the cache hold the weight files that transformers reads of model `repo`; nothing is done offline. Raises what the hub
-    client raises."""
+    """Have the cache hold the weight files of model `repo`; nothing is done offline. Raises what the hub client raises."""
     from tune_prune.models import weight_files  # imports torch
 
-    def cached(name: str) -> object:
-        return huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
-
-    def fetched(name: str) -> str | None:
-        known = cached(name)
-        if known is not None:  # where it is, or that the repository has no such file
-            return known if isinstance(known, str) else None
-        try:
-            return huggingface_hub.hf_hub_download(repo, name, revision=revision)
-        except RemoteEntryNotFoundError:
-            return None
-
-    for whole in [] if constants.HF_HUB_OFFLINE else (weight_files.SAFETENSORS, weight_files.PICKLED):
-        index = weight_files.index_of(Path(whole)).name
-        if not isinstance(cached(index), str) and fetched(whole) is not None:
-            return
-        if (path := fetched(index)) is not None:
-            for file in weight_files.parts(Path(path)):
-                fetched(file.name)
+    cached = folder(repo, revision)
+    if constants.HF_HUB_OFFLINE or (cached is not None and weight_files.are_here(cached)):
+        return
+    for whole, parts in (
+        (weight_files.SAFETENSORS, "model-*.safetensors"),
+        (weight_files.PICKLED, "pytorch_model-*.bin"),
+    ):
+        files = [whole, parts, f"{whole}.index.json"]
+        if weight_files.are_here(
+            Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=files))
+        ):
             return
 
 

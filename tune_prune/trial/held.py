@@ -9,9 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tune_prune.models import loading
-from tune_prune.models.loading import map_model
+from tune_prune.models.loading import map_model, readable_in_place
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
-from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import PruningPlan

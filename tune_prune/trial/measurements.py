@@ -36,8 +36,7 @@ from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.head import Head
-from tune_prune.models.loading import LoadedModel
-from tune_prune.models.runner.mapped_model import readable_in_place
+from tune_prune.models.loading import LoadedModel, readable_in_place
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext

@@ -29,7 +29,7 @@ from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.runner import devices
-from tune_prune.models.runner.mapped_model import to_bring_layers
+from tune_prune.models.runner.residency import to_bring_layers
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.selection import target_params

@@ -14,7 +14,7 @@ from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import Failure, Status, TrialRecord
 from tune_prune.core.store import Location, Store, open_store
 from tune_prune.models import catalog
-from tune_prune.models.runner.mapped_model import readable_in_place
+from tune_prune.models.loading import readable_in_place
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import Hung, LostWorker, failure_of

@@ -1,4 +1,4 @@
-"""Which of llama.cpp's architectures can represent a pruned model; an error where none can.
+"""The choice of the llama.cpp architecture that can represent a pruned model; an error where none can.
 
     architecture   layers may differ        models
     llama          no                       Llama, Mistral, Granite
@@ -66,10 +66,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
 _FIXED_ROPE = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
 _ONE_WIDTH = "has one width for all layers"
 _UNIFORM_HELPS = "search with --shape uniform, or "
-_SCALES = (
-    1e-6,
-    1e6,
-)  # least and most of Granite's that are written: the epsilon of norms is divided by the square of one
+# Least and most of Granite's scales that are written: the epsilon of norms is divided by the square of one.
+_SCALES = (1e-6, 1e6)
 _UNROTATED = 4  # of SmolLM3 every such layer has no rotary embedding, whatever a file says
 
 
@@ -220,12 +218,8 @@ def _problems(architecture: Architecture, model: PreTrainedModel, family: Family
         yield f"wants query heads that fill the hidden size ({queries} of {model.config.hidden_size})"
     if architecture.tied and not is_tied(model):
         yield "has no output head of its own (tie_word_embeddings is false)"
-    biased = {
-        role
-        for layer in layers
-        for role, path in family.projections().items()
-        if parameter(layer, f"{path}.bias") is not None
-    }
+    paths = family.projections().items()
+    biased = {role for layer in layers for role, path in paths if parameter(layer, f"{path}.bias") is not None}
     if biased - architecture.biases:
         yield f"has no place for biases of {', '.join(sorted(biased - architecture.biases))} projections"
     if model.config.rope_parameters["rope_type"] == "llama3" and not architecture.frequencies:

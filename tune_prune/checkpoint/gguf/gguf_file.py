@@ -43,7 +43,7 @@ from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
 from tune_prune.checkpoint.layers import LayerWidths, widths
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
-from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.families import ATTENTION, Family, decoder_layers
 from tune_prune.pruning.surgery import Sketch
 
 _FLOATS = {
@@ -230,7 +230,7 @@ def _attention(
     layer: nn.Module, family: Family, architecture: Architecture, size: LayerWidths, query_scale: float
 ) -> Iterator[_Tensor]:
     yield _norm("attn_norm", layer, family.layer_norms[0])
-    linear = _linears(layer, family, ("query", "key", "value", "output"))
+    linear = {role: layer_linear for role, layer_linear in family.linears(layer).items() if role in ATTENTION}
     if architecture.fused:
         yield _Tensor("attn_qkv.weight", tuple(linear.pop(role).weight for role in ("query", "key", "value")))
     heads = {"query": size.heads, "key": size.kv_heads} if architecture.pairs else {}
@@ -261,7 +261,7 @@ def _mlp(
     norm = _norm("ffn_norm", layer, family.layer_norms[1])
     yield norm
     if size.channels:
-        linear = _linears(layer, family, ("gate", "up", "down"))
+        linear = family.linears(layer)
         yield from _projection("gate", linear["gate"])
         yield from _projection("up", linear["up"])
         yield _Tensor("ffn_down.weight", (linear["down"].weight,))
@@ -281,11 +281,6 @@ def _mlp(
 
 def _norm(name: str, layer: nn.Module, path: str) -> _Tensor:
     return _Tensor(f"{name}.weight", (cast(torch.Tensor, layer.get_submodule(path).weight),))
-
-
-def _linears(layer: nn.Module, family: Family, roles: Sequence[str]) -> dict[str, nn.Linear]:
-    paths = family.projections()
-    return {role: cast(nn.Linear, layer.get_submodule(paths[role])) for role in roles}
 
 
 def _projection(role: str, linear: nn.Linear, pair_heads: int = 0, scale: float = 1.0) -> Iterator[_Tensor]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,19 +35,15 @@ _EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 
 def ensure(file: Path, folder: Path) -> None:
     """Have `folder` (files.folder_of) hold the model of the GGUF file: whole or not at all, by one process while others that want
-    it wait. Raises UserError for a file that cannot be read as a model, and where the cache has no room."""
+    it wait. Raises UserError for a file that cannot be read as a model, and OSError where the cache has no room."""
     if folder.is_dir():
         return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f"{folder.name}.lock")):
-            if not folder.is_dir():
-                _convert(file, folder)
-    except PermissionError as error:
-        raise UserError(
-            f"{file.name} is kept as safetensors in {folder.parent}, which cannot be written to ({error.strerror or error}); set "
-            "XDG_CACHE_HOME to a folder of yours"
-        ) from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: the rename decides whose is kept
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _convert(file, folder)
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -57,12 +51,6 @@ def _convert(file: Path, folder: Path) -> None:
     again = _head_again(about)
     model = _meta_model(file, about, tied=again is not None)
     tensors = _by_parameter(file, again or about, model)
-    need, free = 4 * sum(p.numel() for p in model.parameters()), shutil.disk_usage(folder.parent).free
-    if need > free:
-        raise UserError(
-            f"{file.name} takes {need / 1e9:.1f} GB as safetensors, and {folder.parent} has {free / 1e9:.1f} GB; free some "
-            "space, or set XDG_CACHE_HOME to a folder with more"
-        )
     temporary.sweep(str(folder.parent))
     made = temporary.make(str(folder.parent))
     try:
@@ -113,17 +101,15 @@ def _bits(tensor: gguf.ReaderTensor) -> int:
 
 
 def _said_of_head(about: header.Header) -> str:
-    kinds = [about.tensors[name].tensor_type.name for name in (_HEAD, _EMBEDDINGS)]
-    which = _HEAD if _bits(about.tensors[_HEAD]) > _bits(about.tensors[_EMBEDDINGS]) else _EMBEDDINGS
+    head, embeddings = about.tensors[_HEAD], about.tensors[_EMBEDDINGS]
     return (
-        f"its head ({_HEAD}, {kinds[0]}) is its embeddings ({_EMBEDDINGS}, {kinds[1]}) again, so both are one matrix here, read "
-        f"from {which}"
+        f"its head ({_HEAD}, {head.tensor_type.name}) is its embeddings ({_EMBEDDINGS}, {embeddings.tensor_type.name}) again, so "
+        f"both are one matrix here, read from {_HEAD if _bits(head) > _bits(embeddings) else _EMBEDDINGS}"
     )
 
 
 def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel:
-    """Return the model without its weights; `tied`: its head is its embeddings although the file stores one. Raises UserError where
-    its sizes are none."""
+    """Return the model without its weights; `tied`: its head is its embeddings although the file stores one. Raises UserError."""
     config = _transformers(AutoConfig, file)
     if tied:
         config.tie_word_embeddings = True
@@ -137,17 +123,15 @@ def _meta_model(file: Path, about: header.Header, tied: bool) -> PreTrainedModel
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        raise UserError(
-            f"GGUF file {file} describes no {about.architecture} model that can be built ({error}); give the model in "
-            "Hugging Face format"
+        raise _unread(
+            file, f"its header describes no {about.architecture} model that can be built ({error})"
         ) from error
     config.architectures = [type(model).__name__]
     return model
 
 
 def _transformers(auto: Any, file: Path) -> Any:
-    """Return what transformers makes of the file, and of nothing that lies beside it: it would rather take a tokenizer.json there.
-    Raises UserError."""
+    """Return what transformers makes of the file and of nothing beside it, such as a tokenizer.json. Raises UserError."""
     try:
         with temporary.folder() as alone:
             (alone / file.name).symlink_to(file.resolve())
@@ -155,14 +139,11 @@ def _transformers(auto: Any, file: Path) -> Any:
     except Exception as error:  # config classes, the tokenizers package and the reader each raise their own kinds
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         part = "config" if auto is AutoConfig else "tokenizer"
-        raise UserError(
-            f"transformers cannot read the {part} of GGUF file {file} ({cause}); give the model in Hugging Face format"
-        ) from error
+        raise _unread(file, f"transformers cannot read its {part} ({cause})") from error
 
 
 def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> dict[str, Any]:
-    """Return what makes each parameter of `model`, by name. Raises UserError unless the tensors of the file are exactly the
-    model's."""
+    """Return what makes each parameter of `model`, by name. Raises UserError unless the file has exactly these tensors."""
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == about.architecture)
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     left, made = dict(about.tensors), {}
@@ -172,21 +153,18 @@ def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> d
         stored = f"{names.get_name(module)}.{suffix}"
         tensor = left.pop(stored, None)
         if tensor is None:
-            raise _unfit(file, f"it lacks {stored}")
+            raise _unread(file, f"it lacks {stored}, which the model that its header describes has")
         if (shape := tuple(reversed(tensor.shape.tolist()))) != tuple(p.shape):
-            raise _unfit(file, f"{stored} is {list(shape)}, not {list(p.shape)}")
+            raise _unread(file, f"{stored} is {list(shape)}, not {list(p.shape)} as by its header")
         heads = turned.get(module.rpartition(".")[2], 0) if header.ARCHITECTURES[about.architecture] else 0
         made[name] = _maker(tensor, heads)
     if left:
-        raise _unfit(file, f"{min(left)} has no place in it")
+        raise _unread(file, f"{min(left)} has no place in the model that its header describes")
     return made
 
 
-def _unfit(file: Path, what: str) -> UserError:
-    return UserError(
-        f"the tensors of GGUF file {file} are not those of the model that its header describes, as transformers reads it: {what}; "
-        "give the model in Hugging Face format"
-    )
+def _unread(file: Path, what: str) -> UserError:
+    return UserError(f"GGUF file {file} cannot be read: {what}; give the model in Hugging Face format")
 
 
 def _maker(tensor: gguf.ReaderTensor, heads: int) -> Any:
@@ -201,11 +179,3 @@ def _maker(tensor: gguf.ReaderTensor, heads: int) -> Any:
         return tensor_values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else tensor_values
 
     return make
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: the rename decides whose is kept
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

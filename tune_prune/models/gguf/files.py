@@ -54,8 +54,7 @@ def origin(folder: Path, file: str) -> GgufOrigin:
 
 
 def head(folder: Path) -> str:
-    """Return what became of a head that the file stores although it is the embeddings again, in a clause; "" where it does not.
-    Raises DamagedFile."""
+    """Return in a clause what became of a head that the file stores though it is the embeddings again; "" of others."""
     return str(parse_json(folder / RECORD)["head"])
 
 
@@ -69,8 +68,7 @@ def _models() -> Path:
 
 
 def _sha256(file: Path) -> str:
-    """Return the SHA-256 of all bytes. Kept beside the models by the file's state: gigabytes take seconds, and every process
-    asks."""
+    """Return the SHA-256 of all bytes, kept beside the models by the file's state, as gigabytes take seconds."""
     try:
         about = file.stat()
         state = (about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)

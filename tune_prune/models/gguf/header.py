@@ -7,15 +7,12 @@ refused. Source: github.com/ggml-org/ggml, docs/gguf.md.
 from __future__ import annotations
 
 import math
-import os
-import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
@@ -23,7 +20,6 @@ from tune_prune.models.weight_files import check_pointers
 
 # Architecture -> whether rows of q and k that turn together are neighbours (transformers has them half a head apart).
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-FOR_LLAMA_CPP = ("deci", "openelm", "smollm3")  # what checkpoint.gguf also writes (docs/checkpoints.md)
 
 # Settings of an architecture that transformers makes a config of, or that change nothing, and others that are looked at here.
 _WHOLE = (
@@ -63,22 +59,21 @@ def read(path: Path) -> Header:
     model of one of ARCHITECTURES."""
     check_pointers([path])
     try:
-        _check_room(path)
         reader = gguf.GGUFReader(path)
-        values = {
-            name: field.contents(slice(1024)) for name, field in reader.fields.items()
-        }  # of arrays the first ones
+        if reader.byte_order == "S":
+            raise ValueError("it is of the other byte order (big-endian), which is not read")
+        # Of arrays the first ones.
+        values = {name: field.contents(slice(1024)) for name, field in reader.fields.items()}
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, OSError) as error:  # whatever it trips over
         cause = " ".join(str(error).split())[:160]
         raise UserError(
             f"model file {path} is no whole GGUF file of a version that is known ({type(error).__name__}: {cause}); download "
             "it again"
         ) from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     header = Header(
         str(values.get("general.architecture")),
         _quantization(values, reader.tensors),
-        tensors,
+        {tensor.name: tensor for tensor in reader.tensors},
         values.get(f"{values.get('general.architecture')}.attention.key_length"),
         {key: text for key in _LICENSE if isinstance(text := values.get(f"general.{key.replace('_', '.')}"), str)},
     )
@@ -99,47 +94,6 @@ def is_read(path: Path) -> bool:
     return True
 
 
-def _check_room(path: Path) -> None:
-    """Raise ValueError where the header states more than the file has room for, or arrays of arrays, which no setting is: the
-    reader believes every count, and goes on for ever."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-
-        def number(code: str) -> int:
-            content = file.read(struct.calcsize(f"<{code}"))
-            if len(content) < struct.calcsize(f"<{code}"):
-                raise ValueError("it ends in its header")
-            return int(struct.unpack(f"<{code}", content)[0])
-
-        def skip(count: int, each: int = 1) -> None:
-            if count * each > size - file.tell():
-                raise ValueError(f"at byte {file.tell():,} it states {count:,} entries, and it has {size:,} bytes")
-            file.seek(count * each, os.SEEK_CUR)
-
-        def skip_values(kind: int, count: int = 1) -> None:
-            if kind == gguf.GGUFValueType.STRING:
-                for _ in range(count):
-                    skip(number("Q"))
-            else:
-                skip(count, np.dtype(reader_types[gguf.GGUFValueType(kind)]).itemsize)
-
-        reader_types = gguf.GGUFReader.gguf_scalar_to_np
-        skip(4)  # GGUF
-        if number("I") & 0xFFFF == 0:  # the version
-            raise ValueError("it is of the other byte order (big-endian), which is not read")
-        tensors, settings = number("Q"), number("Q")
-        for _ in range(settings):
-            skip(number("Q"))  # its name
-            if (kind := number("I")) == gguf.GGUFValueType.ARRAY:
-                skip_values(number("I"), number("Q"))
-            else:
-                skip_values(kind)
-        for _ in range(tensors):
-            skip(number("Q"))  # its name
-            skip(number("I"), 8)  # its shape
-            skip(4 + 8)  # its type and place
-
-
 _LICENSE = ("license", "license_name", "license_link")
 
 
@@ -157,11 +111,7 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     if values.get("general.type", "model") != "model":
         return f"it holds no model but a part of one (general.type {values['general.type']!r:.60})"
     if arch not in ARCHITECTURES or arch not in FAMILIES:
-        by_us = (
-            "; llama-perplexity tests such a file, and one of tune_prune's is read where it is saved without --format gguf"
-            * (arch in FOR_LLAMA_CPP)
-        )
-        return f"its architecture {arch!r:.60} is none of those that are read ({known}){by_us}"
+        return f"its architecture {arch!r:.60} is none of those that are read ({known})"
     for name, expected in {**{f"{arch}.{setting}": of for setting, of in _READ.items()}, **_OTHERS}.items():
         if name in values and type(values[name]) is not expected:
             return f"it sets {name} to {values[name]!r:.60}, which is no {_KINDS[expected]}"
@@ -171,8 +121,9 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
         return (
             "its rotary frequencies are scaled (rope_freqs.weight), which transformers does not read from such a file"
         )
-    if bias := next((name for name in header.tensors if _is_extra_bias(name, arch)), None):
-        return f"it has biases that transformers' {arch} models do not have ({bias})"
+    biased = [name.split(".") for name in header.tensors if name.endswith(".bias")]
+    if extra := [name for name in biased if name[-2] not in _BIASED.get(arch, ())]:
+        return f"it has biases that transformers' {arch} models do not have ({'.'.join(extra[0])})"
     if values.get(f"{arch}.attention.causal", True) is not True:
         return f"its tokens see those behind them ({arch}.attention.causal), and transformers' do not"
     for name, value in values.items():
@@ -186,7 +137,8 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     if FAMILIES[arch].heads_divide_hidden and hidden % heads:
         return f"its {heads} heads do not divide the hidden size of {hidden}, as transformers' {arch} models want it"
     usual = {"rope.dimension_count": hidden // heads} if arch == "llama" else {}
-    sizes = {f"{arch}.{n}": values.get(f"{arch}.{n}", usual.get(n)) for n in ("rope.dimension_count", *_HEAD_SIZES)}
+    of_heads = ("rope.dimension_count", "attention.key_length", "attention.value_length")
+    sizes = {f"{arch}.{n}": values.get(f"{arch}.{n}", usual.get(n)) for n in of_heads}
     if len({size for size in sizes.values() if size is not None}) > 1:
         return f"its heads are of several sizes ({', '.join(f'{n} {s}' for n, s in sizes.items() if s is not None)})"
     tokenizer, split = values.get("tokenizer.ggml.model", "none"), values.get("tokenizer.ggml.pre", "not stated")
@@ -210,19 +162,7 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
             return (
                 f"its tensor {tensor.name} is of type {kind.name}, which cannot be turned into floating-point numbers"
             )
-    return _cut_off(header)
-
-
-def _is_extra_bias(name: str, architecture: str) -> bool:
-    module, _, kind = name.rpartition(".")
-    return kind == "bias" and module.rpartition(".")[2] not in _BIASED.get(architecture, ())
-
-
-_HEAD_SIZES = ("attention.key_length", "attention.value_length")
-
-
-def _cut_off(header: Header) -> str:
-    """Return which tensor is cut off, as the reader clips what lies beyond the end of the file."""
+    # The reader clips what lies beyond the end of the file.
     for tensor in header.tensors.values():
         if tensor.data.nbytes != tensor.n_bytes or math.prod(tensor.shape.tolist()) != tensor.n_elements:
             return f"its tensor {tensor.name} is cut off"

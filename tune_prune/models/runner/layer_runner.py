@@ -59,8 +59,7 @@ class _Stub(nn.Module):
 
 
 class Carried:
-    """Batches on their way through the layers. `states`: hidden states [B, T, H] by any key, at first in front of layer 0 and
-    by the batches' keys."""
+    """Batches on their way through the layers. `states`: hidden states [B, T, H] by any key, at first by the batches' keys."""
 
     def __init__(self, states: MutableMapping[Hashable, Tensor]) -> None:
         self.states = states
@@ -133,8 +132,7 @@ class LayerRunner:
         return KeptStates(None if self.residency.states == "device" else self.device)
 
     def embedded(self, batches: Mapping[Key, Tensor], extra: Mapping[Key, Mapping[str, Any]] | None = None) -> Carried:
-        """Embed the batches, which are then in front of layer 0. `extra`: what else the model is given with a batch (masks,
-        position ids)."""
+        """Embed the batches, in front of layer 0. `extra`: what else the model is given with one (masks, position ids)."""
         carried = Carried(self.states())
         with self._start() as start:
             for key, samples in batches.items():
@@ -202,10 +200,10 @@ class LayerRunner:
         def start(samples: Tensor, **extra: Any) -> tuple[Tensor, list[_Call]]:
             with suppress(_AllRecorded):
                 shell(input_ids=samples, use_cache=False, **extra)
-            found = inputs[0], [*calls]
+            recorded = inputs[0], [*calls]
             inputs.clear()
             calls.clear()
-            return found
+            return recorded
 
         return start
 

@@ -39,11 +39,8 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def on_device(tensor: Tensor, device: torch.device) -> nn.Parameter:
-    """Bring a weight to be computed with: contiguous, and in memory that torch has allocated itself.
-
-    So one that is mapped from a file is copied also where it is on that device: it begins wherever the file has it, and there
-    matrix products may add up in another order. One that was converted on the way is torch's own already.
-    """
+    """Bring a weight to be computed with: contiguous, and in memory that torch has allocated itself. So one that is mapped from a
+    file is copied also where it is on that device: it begins anywhere, and there matrix products may add up in another order."""
     mapped = not tensor.untyped_storage().resizable()
     return nn.Parameter(tensor.to(device, copy=mapped).contiguous(), requires_grad=False)
 
@@ -89,9 +86,7 @@ def layers_in_turn(
     layers: nn.ModuleList, weights: Weights, prefix: str, order: Sequence[int], device: torch.device
 ) -> Iterator[tuple[int, nn.Module]]:
     """Yield number and layer, for the numbers in `order`: copies of `layers` with their `weights`, named "<prefix><number>.<name>".
-
-    Two are in memory at a time: the one that is handed out, which is emptied when the next is asked for, and that one.
-    """
+    Two are in memory at a time: the one that is handed out, which is emptied when the next is asked for, and that one."""
 
     def read(index: int) -> dict[str, nn.Parameter]:
         names = (name for name, _ in layers[index].named_parameters())

@@ -37,12 +37,11 @@ SIGNS = (
     "DefaultCPUAllocator",
     os.strerror(errno.ENOMEM),
 )
-# How allocators say what they were asked for (CUDA's, the CPU's, numpy's), and CUDA's what was free and what a share is.
+# How allocators say what they were asked for (CUDA's, the CPU's, numpy's), and CUDA's what was free.
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED = re.compile(rf"(?:tried to allocate|unable to allocate) {_AMOUNT}", re.IGNORECASE)
 _FREE = re.compile(rf"of which {_AMOUNT} is free", re.IGNORECASE)
-_SHARE = re.compile(rf"{_AMOUNT} allowed;", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -56,13 +55,10 @@ class Shortage:
     """An allocation that failed. Bytes; None where nobody said."""
 
     asked: int | None
-    free: int | None
-    share: int | None = None  # what this process may take of a GPU that has as much free as was asked for
+    free: int
 
     def __str__(self) -> str:
-        asked, free = ("an unknown amount" if count is None else size(count) for count in (self.asked, self.free))
-        there = f"{free} free" if self.share is None else f"of {size(self.share)} that this trial may take"
-        return f"{asked} asked for, {there}"
+        return f"{'an unknown amount' if self.asked is None else size(self.asked)} asked for, {size(self.free)} free"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -75,16 +71,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(run: Callable[[], T], device: torch.device) -> T | Shortage:
-    """Return what `run` gives, or why memory did not suffice; then all that it had is given back. Raises whatever else `run`
-    raises."""
+    """Return what `run` gives, or why memory did not suffice; then all that it had is given back."""
     try:
         return run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        asked, free, share = (_bytes(amount, str(error)) for amount in (_ASKED, _FREE, _SHARE))
-        free = _free(device) if free is None else free
-        shortage = Shortage(asked, free, None if free < (asked or 0) else share)
+        free = _bytes(_FREE, str(error))
+        if free is None:
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory().available
+        shortage = Shortage(_bytes(_ASKED, str(error)), free)
         traceback.clear_frames(error.__traceback__)  # their variables hold what the failed work had
     release(device)  # out here, where the exception and its frames are gone
     return shortage
@@ -105,29 +101,24 @@ def first_that_fits(
     step: Callable[[], str] = str,
 ) -> T:
     """Return what `run` gives in the first of `ways` in which memory suffices; the next one is asked for when all that the one
-    before had is given back. Raises OutOfMemory where none does, which begins its advice with `step` (of a share of a GPU, with
-    a larger one), and whatever else `run` raises."""
+    before had is given back. Raises OutOfMemory where none does, which begins its advice with `step`."""
     tried: list[str] = []
     for way in ways:
-        found = attempt(partial(run, way), device)
-        if not isinstance(found, Shortage):
-            return found
-        log.warning("out of memory in %s (%s): %s", what, way, found)
+        result = attempt(partial(run, way), device)
+        if not isinstance(result, Shortage):
+            return result
+        log.warning("out of memory in %s (%s): %s", what, way, result)
         tried.append(str(way))
-        shortage = found
+        shortage = result
     before = f"; the first of {len(tried)} ways tried: {tried[0]}" if tried[1:] else ""
-    room = f"free some of this {'GPU' if device.type == 'cuda' else device.type}'s memory"
-    first = [step(), room] if shortage.share is None else ["use a larger --gpus-per-trial", step()]
-    advice = ", ".join(filter(None, [*first, "take a machine with more", "or a smaller model"]))
+    on_gpu = device.type == "cuda"
+    room = (
+        "free some of this GPU's memory, use a larger --gpus-per-trial" if on_gpu else "free some of this cpu's memory"
+    )
+    advice = ", ".join(filter(None, [step(), room, "take a machine with more", "or a smaller model"]))
     raise OutOfMemory(f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); {advice}")
 
 
-def _bytes(amount: re.Pattern[str], message: str) -> int | None:
-    found = amount.search(message)
-    return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
-
-
-def _free(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return machine.memory().available
+def _bytes(pattern: re.Pattern[str], message: str) -> int | None:
+    amount = pattern.search(message)
+    return None if amount is None else int(float(amount[1]) * _UNITS[amount[2].lower()])

@@ -56,8 +56,7 @@ class Residency:
 
     @property
     def forward_only(self) -> Residency:
-        """This way for passes without gradients. With weights on the device they take batch after batch, so that little
-        waits."""
+        """Return this way for passes without gradients: with weights on the device they take batch after batch, so little waits."""
         if not self.streamed:
             return RESIDENT
         return replace(self, states="device") if self.states == "host" else self
@@ -79,3 +78,13 @@ WAYS = (
     *(Residency(from_files=True, pruned_whole=True, states=place) for place in _PLACES),
     *(Residency(from_files=True, states=place) for place in _PLACES),
 )
+
+
+def to_bring_layers(readable: bool, gpus: int) -> str:
+    """Return what has to be done before layers can be brought one at a time, of weights that are `readable_in_place` or not, to so
+    many GPUs; "" where they can be."""
+    steps = [
+        ("save the model with save_pretrained, which writes safetensors", not readable),
+        ("use --gpus-per-trial 1 (layers are brought one at a time to one GPU only)", gpus > 1),
+    ]
+    return " and ".join(step for step, needed in steps if needed)

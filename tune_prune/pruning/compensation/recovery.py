@@ -116,7 +116,7 @@ def lora(
         before = float(kept["before"])
         training.restore(kept)
     samples, targets, saved = windows[fitted], dense[fitted], time.monotonic()
-    with terminal.step("training", lambda: steps, "steps", lambda: training.done) as advance, terminal.hidden():
+    with terminal.step("training", lambda: steps, "steps", lambda: training.done) as advance, terminal.shown(None):
         while training.done < steps:
             rows = torch.arange(training.done * ROWS, (training.done + 1) * ROWS) % len(samples)
             training.step(samples[rows], targets[rows])
