@@ -242,14 +242,6 @@ def test_out_of_memory_halves_the_batch(tiny, caplog, most):
     np.testing.assert_allclose(score_items(model, items).loglikelihoods, expected, atol=1e-10)  # no hook is left behind
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_ignores_the_mask_is_refused(tiny, dtype):
-    model = tiny("llama", dtype=dtype)
-    forward = model.model.forward
-    model.model.forward = lambda attention_mask=None, **kwargs: forward(**kwargs)
-    assert "scores otherwise under the masks" in unsupported_reason(model)
-
-
 def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
     """The probe of `unsupported_reason` sees what it is there for: masks and positions that are not the tree's."""
     right = prefix_trees.tree_inputs

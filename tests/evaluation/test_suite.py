@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 from lm_eval.api.metrics import mean_stderr
@@ -18,7 +17,7 @@ from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.data.task_files import TaskSource
 from tune_prune.embedded import tasks_dir
 from tune_prune.evaluation import zero_shot
-from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
+from tune_prune.evaluation.item_scores import ItemScore, summarize
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
 
@@ -151,28 +150,6 @@ def test_items_without_a_single_right_choice_have_no_gold_log_probability():
     }
     assert not any("gold" in name for name in summarize([item("unclear", -1, -1.0)]))
     assert summarize([item("a", 0, -math.inf), item("a", 0, -1.0)])["gold_logprob_a"] == -math.inf
-
-
-def test_outcomes_by_task_follow_the_reported_metric():
-    items = [
-        ItemScore(task, index, 0, acc=acc, acc_norm=acc_norm, loglikelihoods=(-1.0, -2.0), gold=0)
-        for index, (task, acc, acc_norm) in enumerate(
-            [("boolq", 1.0, None), ("piqa", 1.0, 0.0), ("boolq", 0.0, 1.0), ("piqa", 0.0, 1.0), ("piqa", 0.0, 0.0)]
-        )
-    ]
-    assert outcomes_by_task(items) == {"boolq": "10", "piqa": "010"}
-
-
-def test_items_are_kept_as_a_table(tmp_path):
-    suite = build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), write_quiz(tmp_path, quiz_items()), 512)
-    scores = score_all(suite, unequal_llama())
-    (tmp_path / "items.parquet").write_bytes(to_parquet(scores))
-    rows = pyarrow.parquet.read_table(tmp_path / "items.parquet").to_pylist()
-    assert [(row["doc_id"], row["slice"], row["score"]) for row in rows] == [(s.doc_id, s.slice, s.acc) for s in scores]
-    for row, item in zip(rows, scores, strict=True):
-        assert tuple(row["loglikelihoods"]) == item.loglikelihoods
-        assert row["gold"] == quiz_items()[row["doc_id"]]["answer"]
-        assert row["acc"] == float(np.argmax(row["loglikelihoods"]) == row["gold"])
 
 
 def test_items_in_a_text_are_counted_with_their_right_answers_alone():

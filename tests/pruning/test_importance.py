@@ -3,25 +3,19 @@ prefixes bit for bit, float32 sums, a model left as it was."""
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.residencies import in_way
-from tune_prune.models.families import FAMILIES, Family
+from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import GroupScores, PruningPlan, extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.passes import batches
 from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.statistics import taylor as module
 from tune_prune.pruning.statistics.taylor import LayerGradients, gradient_metrics, taylor
 
 SEQ_LEN = 9
@@ -98,102 +92,6 @@ def test_batches_depend_on_lengths_alone():
     assert [batch_size(s, "cuda") for s in (16, 17, 256, 1024, 100_000)] == [128, 64, 8, 2, 1]
 
 
-class _LinearToy(nn.Module):
-    """logits [s, 0] with s the sum of all weights: with s = 0 every weight's gradient is -1/2 for token 0 and 1/2 for
-    token 1. One layer, hidden size 2, two heads of width 1, two MLP channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=2, hidden_size=2)
-        self.get_output_embeddings = lambda: None
-        self.model = nn.Module()
-        layer = nn.Module()
-        layer.self_attn, layer.mlp = nn.Module(), nn.Module()
-        layer.self_attn.head_dim = 1
-        self.model.layers = nn.ModuleList([layer])
-        weights = {
-            "self_attn.q_proj": [[1, -1], [2, -2]],
-            "self_attn.k_proj": [[1, -1], [2, -2]],
-            "self_attn.v_proj": [[1, -1], [2, -2]],
-            "self_attn.o_proj": [[1, 3], [-1, -3]],
-            "mlp.gate_proj": [[1, -1], [0, 0]],
-            "mlp.up_proj": [[2, -2], [1, -1]],
-            "mlp.down_proj": [[1, 5], [-1, -5]],
-        }
-        for path, values in weights.items():
-            block, name = path.split(".")
-            linear = nn.Linear(2, 2, bias=False)
-            linear.weight.data = torch.tensor(values, dtype=torch.float32)
-            setattr(getattr(layer, block), name, linear)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
-        s = sum(p.sum() for p in self.parameters())
-        return SimpleNamespace(logits=torch.stack([s, 0 * s]).expand(*input_ids.shape, 2))
-
-
-def test_numbers_worked_out_by_hand():
-    zeros, ones = [0, 0, 0], [1, 1, 1]
-    result = taylor(_LinearToy(), Family("toy"), torch.tensor([zeros, ones, zeros]), [1, 2, 3])
-    # |w * G| with |G| = 1/2: rows 2 + 2 + 2 and column 2 of the first group, 4 + 4 + 4 and 6 of the second, halved
-    np.testing.assert_allclose(result[1].groups.attention, [[4, 9]], rtol=1e-6)
-    np.testing.assert_allclose(result[1].groups.mlp, [[4, 6]], rtol=1e-6)
-    np.testing.assert_allclose(result[1].gradients.abs_mean, [0.5], rtol=1e-6)
-    np.testing.assert_allclose(result[1].gradients.norm, [math.sqrt(7)], rtol=1e-6)  # 28 weights of (1/2)^2
-    np.testing.assert_allclose(result[1].gradients.std, [0], atol=1e-6)
-    np.testing.assert_allclose(result[1].gradients.abs_max, [0.5], rtol=1e-6)
-    # signed sums: the second sample cancels the first, the third leaves a third of one
-    np.testing.assert_allclose(result[2].groups.attention, [[0, 0]], atol=1e-7)
-    np.testing.assert_allclose(result[3].groups.attention, [[4 / 3, 3]], rtol=1e-6)
-    np.testing.assert_allclose(result[3].groups.mlp, [[4 / 3, 2]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen3-biases-tied"])
-def test_a_dead_channel_and_a_dead_head_go_first(tiny, variant):
-    model = tiny(variant)
-    model.model.layers[1].mlp.down_proj.weight[:, 7] = 0
-    model.model.layers[2].self_attn.o_proj.weight[:, 12 * 3 : 12 * 4] = 0
-    family = FAMILIES[model.config.model_type]
-    geometry = read_geometry(model, family)
-    scores = taylor(model, family, windows(4), [4])[4].groups.per_parameter(geometry)
-    dead = geometry.group_cost[2] + geometry.channel_cost[1]
-    plan = select(scores, geometry, (dead + 0.5) / geometry.total_params)
-    assert plan.removed_params == dead
-    assert set(range(40)) - set(plan.kept_channels[1]) == {7} and set(range(4)) - set(plan.kept_groups[2]) == {3}
-
-
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen3-biases-tied"])
-def test_shuffled_channels_and_heads_have_shuffled_scores(tiny, variant):
-    model, family = tiny(variant), FAMILIES[tiny(variant).config.model_type]
-    before = taylor(model, family, windows(4), [4])[4].groups
-    generator = torch.Generator().manual_seed(5)
-    channels, groups = torch.randperm(40, generator=generator), torch.tensor([2, 0, 3, 1])
-    layer = model.model.layers[1]
-
-    def permute(linear: nn.Linear, order: torch.Tensor, columns: bool = False) -> None:
-        linear.weight.data = linear.weight.data[:, order] if columns else linear.weight.data[order]
-        if linear.bias is not None and not columns:
-            linear.bias.data = linear.bias.data[order]
-
-    permute(layer.mlp.gate_proj, channels)
-    permute(layer.mlp.up_proj, channels)
-    permute(layer.mlp.down_proj, channels, columns=True)
-    of_queries, of_keys = (torch.cat([torch.arange(w * k, w * k + w) for k in groups.tolist()]) for w in (12, 6))
-    permute(layer.self_attn.q_proj, of_queries)
-    permute(layer.self_attn.k_proj, of_keys)
-    permute(layer.self_attn.v_proj, of_keys)
-    permute(layer.self_attn.o_proj, of_queries, columns=True)
-
-    after = taylor(model, family, windows(4), [4])[4].groups
-    for index in range(4):
-        shuffled = (groups.numpy(), channels.numpy()) if index == 1 else (slice(None), slice(None))
-        np.testing.assert_allclose(after.attention[index], before.attention[index][shuffled[0]], rtol=1e-10)
-        np.testing.assert_allclose(after.mlp[index], before.mlp[index][shuffled[1]], rtol=1e-10)
-
-
 def test_bfloat16_gradients_are_summed_in_float32(tiny, monkeypatch):
     monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": SEQ_LEN})  # one sample a batch
     model, samples = tiny("mistral", torch.bfloat16), windows(24)
@@ -236,24 +134,3 @@ def test_what_each_layer_lost_adds_up_to_the_plan(tiny):
     assert comparison["extreme_pruning_layers"] == extreme_pruning_layers(plan, geometry) == more_than_half
     half = PruningPlan(plan.kept_groups, (tuple(range(20)), tuple(range(19)), (), tuple(range(40))), 0, 0, 1)
     assert extreme_pruning_layers(half, geometry) == 2  # exactly half does not count
-
-
-def test_the_sums_of_one_layer_are_there_at_a_time(tiny, monkeypatch):
-    """With the garbage collector off: what hooks hold in a circle would stay."""
-    made: dict[int, weakref.ref[torch.Tensor]] = {}
-    seen = []
-    original = module._Accumulator.results
-
-    def results(sums: module._Accumulator, num_samples: int):
-        made.update({id(one): weakref.ref(one) for one in sums.sums.values()})
-        seen.append(sum(one() is not None for one in made.values()))
-        return original(sums, num_samples)
-
-    monkeypatch.setattr(module._Accumulator, "results", results)
-    held, residency = in_way(tiny("llama"), "by layer")
-    gc.disable()
-    try:
-        taylor(held, FAMILIES["llama"], windows(4), [3, 4], residency)
-    finally:
-        gc.enable()
-    assert seen == 4 * 2 * [7]  # layers, snapshots, projections

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
 
 import numpy as np
@@ -12,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.residencies import in_way
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.statistics import Need, load_statistic
@@ -105,49 +102,6 @@ def test_no_weights_that_make_up_for_a_group_cost_less(tiny):
         for channel in (0, 17):
             cost = least_cost(*by_place[2 * layer + 1], range(channel, channel + 1))
             assert found.mlp[layer][channel] == pytest.approx(cost, rel=1e-6)
-
-
-def test_channels_that_repeat_each_other_cost_the_least_beside_what_they_cost_alone(tiny):
-    """Scores that look at one channel after the other cannot see that."""
-    model, samples = tiny("llama", torch.float64), windows(6)
-    mlp = decoder_layers(model, FAMILIES["llama"])[1].mlp
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        linear.weight[7] = linear.weight[30]
-    a, g, weight = factors(model, samples)[3]
-    alone = np.diag(weight.T @ g @ weight) * np.diag(a)
-    left = collected(model, samples).mlp[1] / alone
-    assert set(np.argsort(left)[:2]) == {7, 30} and left[[7, 30]].max() < 0.1 and left.max() < 1
-
-
-def test_what_nothing_goes_into_costs_nothing_and_what_is_not_finite_no_number(tiny):
-    model = tiny("llama")
-    layers = decoder_layers(model, FAMILIES["llama"])
-    layers[1].self_attn.v_proj.weight.zero_()
-    found = collected(model, windows(4))
-    assert not found.attention[1].any() and (found.attention[0] > 0).all() and (found.mlp[1] > 0).all()
-    layers[2].mlp.up_proj.weight.fill_(float("inf"))
-    assert not np.isfinite(collected(model, windows(4)).mlp[2]).any()
-
-
-def test_the_matrices_of_one_layer_are_there_at_a_time(tiny, monkeypatch: pytest.MonkeyPatch):
-    """With the garbage collector off: what hooks hold in a circle would stay."""
-    made: dict[int, weakref.ref[Tensor]] = {}
-    seen = []
-    original = module._Factors.results
-
-    def results(factors: module._Factors, num_samples: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        made.update({id(one): weakref.ref(one) for sums in factors.sums for one in sums})
-        seen.append(sum(one() is not None for one in made.values()))
-        return original(factors, num_samples)
-
-    monkeypatch.setattr(module._Factors, "results", results)
-    held, residency = in_way(tiny("llama"), "streamed")
-    gc.disable()
-    try:
-        load_statistic("kfac").collect(held, FAMILIES["llama"], windows(4), [Need("kfac", "", 4)], residency)
-    finally:
-        gc.enable()
-    assert seen == 4 * [4]  # layers; of o and of down two sums each
 
 
 def test_in_bfloat16_sums_are_in_float32(tiny):

@@ -15,7 +15,6 @@ from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.compensation.refit import Refit, least_squares
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.passes import batches
-from tune_prune.pruning.surgery import Changes, prune
 
 SEQ_LEN = 12
 WIDTH = 12  # of a KV group of the tiny models: two query heads of 6
@@ -131,18 +130,6 @@ def test_every_way_to_hold_the_model_gives_the_same_bits(tiny, variant, way, dty
     for name, weight in whole.weights.items():
         assert torch.equal(found.weights[name], weight) and weight.dtype == dtype, name
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_the_copy_has_the_refitted_weights(tiny):
-    model = tiny("qwen2")
-    family, plan = FAMILIES["qwen2"], plan_of(model)
-    found = refitted(model, plan, windows())
-    copy, plain = (prune(model, family, plan, weights) for weights in (Changes(found.weights), Changes()))
-    assert found.weights
-    for name, p in copy.named_parameters():
-        assert torch.equal(p, found.weights.get(name, dict(plain.named_parameters())[name])), name
-    for one, other in zip(model.parameters(), tiny("qwen2").parameters(), strict=True):
-        assert torch.equal(one, other)  # the dense model is as it was
 
 
 def test_an_overfit_is_caught_and_an_innocent_refit_is_not_accused(tiny):

@@ -15,7 +15,6 @@ from tune_prune.models.families import FAMILIES
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.passes import batches
-from tune_prune.pruning.statistics import block_removal
 from tune_prune.pruning.statistics.block_removal import KINDS, RemovalLosses, removal_losses
 
 SEQ_LEN = 12  # longer than the sliding window of the variants that have one
@@ -64,17 +63,6 @@ def test_removal_is_what_taking_the_block_out_does(tiny, variant, attention):
         assert np.abs(expected - found.dense).min(axis=1).max() > 1e-3  # taking it out makes a difference
 
 
-def test_batches_hold_the_same_samples_whatever_their_number():
-    for step in (1, 4, 64):
-        longest = list(batches.growing_batches(200, step))
-        assert [start for start, _ in longest] == [sum(size for _, size in longest[:i]) for i in range(len(longest))]
-        assert all(size <= max(1, min(start, step)) for start, size in longest)
-        for samples in range(1, 200):
-            found = list(batches.growing_batches(samples, step))
-            assert found == longest[: len(found)] and found[-1][0] < samples <= sum(found[-1])
-            assert sum(size for _, size in found) < 2 * samples  # what fills the last one is bounded
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_samples_give_the_bits_of_many(tiny, dtype):
     """With two tokens a sample, products of a batch of few samples have other kernels than those of many."""
@@ -111,26 +99,6 @@ def test_a_pass_goes_on_from_what_there_is_with_the_same_bits(tiny, monkeypatch,
     left = [start for start in starts if start >= max(s for s in starts if s <= there)]
     assert len(seen) == len(left) * (1 + 2 * 4)
     assert all(torch.equal(batch[0], samples[left[0]]) for batch in seen[: 1 + 2 * 4])
-
-
-def test_what_there_is_is_kept_meanwhile(tiny, monkeypatch):
-    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
-    monkeypatch.setattr(block_removal, "KEEP_EVERY_S", -1.0)
-    kept: list[RemovalLosses] = []
-    whole = removal_losses(tiny("llama"), FAMILIES["llama"], windows(13), ("layer",), keep=kept.append)
-    assert [len(losses.dense) for losses in kept] == [1, 2, 4, 8, 12, 13]
-    for losses in kept:
-        np.testing.assert_array_equal(losses.removed["layer"], whole.removed["layer"][:, : len(losses.dense)])
-
-
-def test_a_block_that_adds_nothing_costs_nothing(tiny):
-    model = tiny("llama-biases")
-    down = model.model.layers[2].mlp.down_proj
-    down.weight.zero_()
-    down.bias.zero_()
-    found = removal_losses(model, FAMILIES["llama"], windows(), ("mlp",))
-    np.testing.assert_allclose(found.increase("mlp", 3)[2], 0, atol=1e-12)
-    assert np.abs(found.increase("mlp", 3)[[0, 1, 3]]).min() > 1e-4
 
 
 def test_increase_uses_the_first_samples_of_both():

@@ -164,11 +164,3 @@ def test_scores_that_are_no_numbers_are_refused(bad):
     with pytest.raises(UserError, match="2 of 10 group scores are not finite") as error:
         select(scores([[1, bad]] * 2, [[1, 2, 3]] * 2), g, 0.1)
     assert "seq_len" in one_sentence(error)
-
-
-def test_per_parameter_divides_by_cost_and_scaled_multiplies_layers():
-    g = replace(geometry(kv=(1, 1), mlp=(2, 2)), group_cost=(100, 200), channel_cost=(10, 20))
-    per = scores([[100], [100]], [[10, 20], [10, 20]]).per_parameter(g)
-    np.testing.assert_allclose(np.concatenate([*per.attention, *per.mlp]), [1, 0.5, 1, 2, 0.5, 1])
-    scaled = per.scaled(np.array([2, 3]), np.array([5, 7]))
-    np.testing.assert_allclose(np.concatenate([*scaled.attention, *scaled.mlp]), [2, 1.5, 5, 10, 3.5, 7])

@@ -12,12 +12,11 @@ from torch import nn
 
 from tests.residencies import FEW, WAYS, in_way
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.methods import Dense, load_method, method_names
 from tune_prune.pruning.passes import batches
-from tune_prune.pruning.statistics import Need, by_statistic, load_statistic, parse, statistic_names
+from tune_prune.pruning.statistics import Need, by_statistic, load_statistic, statistic_names
 
 SEQ_LEN = 9
 
@@ -237,21 +236,3 @@ def test_what_methods_read():
     assert reads["magnitude"] == set() and reads["random"] == {"seed"}
     assert reads["taylor"] == reads["wanda_sp"] == reads["flap"] == reads["block_influence"] == reads["kfac"] == samples
     assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor", "removal_power"}
-
-
-def test_needs_of_one_key_are_one_need():
-    needs = [Need("block_removal", "mlp", 2), Need("taylor", "", 8), Need("block_removal", "mlp", 5)]
-    needs += [Need("taylor", "", 4), Need("block_removal", "layer", 1), Need("taylor", "", 8)]
-    assert list(by_statistic(needs).items()) == [
-        ("taylor", [Need("taylor", "", 4), Need("taylor", "", 8)]),
-        ("block_removal", [Need("block_removal", "layer", 1), Need("block_removal", "mlp", 5)]),
-    ]
-
-
-def test_an_unknown_statistic_or_kind_is_refused_with_a_suggestion():
-    with pytest.raises(UserError, match="unknown statistic 'tailor'; did you mean 'taylor'"):
-        parse("tailor")
-    with pytest.raises(UserError, match=r"block_removal:mpl.*did you mean 'mlp'"):
-        parse("block_removal:mpl")
-    with pytest.raises(UserError, match="'block_removal'"):
-        parse("block_removal")

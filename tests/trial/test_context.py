@@ -55,17 +55,6 @@ def tokens_of(context: TrialContext, samples: Samples, needs: list[Need]) -> int
     return context.collect(samples, needs)[1]
 
 
-def test_a_second_trial_finds_the_statistics_and_the_same_numbers(fresh):
-    first = run_trial(BLOCKWISE, fresh)
-    again = run_trial(BLOCKWISE, fresh)
-    assert [stage.tokens for stage in again.stages[:2]] == [0, 0]
-    assert again.metrics == first.metrics and again.key == first.key
-    other = Trial(replace(BLOCKWISE, method="taylor", pruning_ratio=0.3), fresh)
-    stages = other.stages()
-    assert next(stages).tokens == 0  # the gradients do not depend on method or ratio
-    assert next(stages).stage == "pruning"  # taylor asks for no removal losses
-
-
 def test_a_shorter_removal_run_is_a_prefix_of_a_longer_one(fresh):
     def increase(num_samples: int) -> tuple[np.ndarray, int]:
         (need,) = removals(layer=num_samples)

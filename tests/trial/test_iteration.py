@@ -7,7 +7,6 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-import torch
 
 import tune_prune
 from tests.trials import RUN, open_context, with_empty_cache
@@ -15,12 +14,11 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.compensation import refit
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method, method_names
 from tune_prune.pruning.selection import budget, geometry_of, select
-from tune_prune.pruning.statistics import block_removal
 from tune_prune.pruning.statistics.taylor import Taylor, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
@@ -188,21 +186,3 @@ def test_a_refit_is_of_the_whole_plan(context):
     assert found.weights.keys() == trial.made.changes.refitted.keys() and found.weights
     for name, weight in found.weights.items():
         assert np.array_equal(weight, trial.made.changes.refitted[name])
-
-
-def test_removals_of_a_later_step_take_less_at_once_before_the_model_is_held_otherwise(tmp_path, monkeypatch):
-    config = replace(ONE, method="layerwise", steps=2)
-    expected, _, _ = made(config, open_context(tmp_path / "whole"))
-    run, tried = block_removal.removal_losses, []
-
-    def limited(model, family, windows, kinds, residency=RESIDENT, *rest):
-        tried.append(str(residency))
-        if residency.halvings < 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-        return run(model, family, windows, kinds, residency, *rest)
-
-    monkeypatch.setattr(block_removal, "removal_losses", limited)
-    found, _, trial = made(config, open_context(tmp_path / "limited"))
-    assert found == expected and tried == ["resident", "resident, 1/2 at once"] * 2
-    what = "memory did not suffice for the stage {} resident, so it was made resident, 1/2 at once"
-    assert trial.record.notes == list(map(what.format, ("removal", "steps")))

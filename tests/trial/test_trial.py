@@ -19,7 +19,6 @@ import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.config import ZERO_SHOT_TASKS, Samples
-from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import GroupScores, PruningPlan
@@ -163,14 +162,6 @@ def test_memory_does_not_grow_from_trial_to_trial(fresh):
     assert live_bytes() <= before
 
 
-def test_the_dense_model_through_the_same_evaluation(context, tmp_path):
-    record = run_trial(None, context, FolderStore(tmp_path / "dense"))
-    assert record.config is None and [stage.stage for stage in record.stages] == ["perplexity"] + ["zero_shot"] * 5
-    assert record.metrics["params_count"] == context.loaded.geometry.total_params
-    assert record.metrics["removed_fraction"] == 0
-    assert [path.name for path in (tmp_path / "dense").iterdir()] == ["items.parquet"]
-
-
 @pytest.mark.parametrize("raw", [[-1.0, 0.5], [0.0, 0.5]])
 def test_a_removal_that_helps_is_clamped_and_reported(fresh, raw):
     layers = fresh.loaded.geometry.num_layers
@@ -182,21 +173,6 @@ def test_a_removal_that_helps_is_clamped_and_reported(fresh, raw):
     report = next(stages)
     assert report.metrics == {"clamped_removal_losses": 1.0} and report.tokens == 0
     assert next(stages).metrics["removed_fraction"] == pytest.approx(0.2, abs=0.01)
-
-
-def test_a_trial_that_goes_no_further_has_a_record_too(context):
-    stopped = Trial(replace(BLOCKWISE, method="random"), context)
-    stages = stopped.stages()
-    while next(stages).stage != "perplexity":
-        pass
-    stages.close()
-    record = stopped.record
-    assert record.status == "running"
-    assert "ppl" in record.metrics and "acc_mean" not in record.metrics
-    failed = Trial(replace(BLOCKWISE, method="no-such-method"), context)
-    with pytest.raises(UserError, match="unknown pruning method"):
-        next(failed.stages())
-    assert failed.record.metrics == {}
 
 
 def test_keys_tell_configurations_models_data_and_protocols_apart(context, tmp_path):
