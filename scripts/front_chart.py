@@ -22,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from script_tools import script_parser
 
-from tune_prune.analysis.figures.figure_style import BLUE, GREY, ORANGE, SKY
+from tune_prune.analysis.figures import BLUE, GREY, ORANGE, SKY
 from tune_prune.commands.flags import output_file
 from tune_prune.core.files import atomic_write_bytes
 

@@ -160,7 +160,7 @@ class Reader:
             stack.enter_context(contextlib.redirect_stderr(errors))
             stack.enter_context(mock.patch("tune_prune.models.gguf.files.package_file", return_value=None))
             if name == "analysis" and self.analysed:  # figures take seconds: once
-                for drawing in ("figures.figures.draw_all", "layout.draw_best"):
+                for drawing in ("figures.draw_all", "layout.draw_best"):
                     stack.enter_context(mock.patch(f"tune_prune.analysis.{drawing}", return_value=[]))
             code = main(words)
         self.analysed |= name == "analysis"

@@ -127,6 +127,8 @@ def simulated_study(
             record = _record(config, model, state, {task: outcomes[:, index] for task, outcomes in scores.items()})
             if state == "complete":
                 record.metrics |= gradients[config.seq_len, config.num_samples]
+                if with_items:  # of `_items`, whose choices are all as likely
+                    record.metrics |= {"gold_logprob_mean": -1.0, "gold_logprob_mean_stderr": 0.0}
                 record.metrics["ppl"] = float(20 - 15 * (truths[index] - 0.5) + generator.normal(0, 0.2))
                 _write_trial(experiment / "trials" / record.key, record, scores if with_items else {}, index)
             Ledger(FolderStore(experiment)).write(record)

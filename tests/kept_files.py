@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.search_folders import TINY
-from tune_prune.analysis.figures.figures import layer_table
+from tune_prune.analysis.figures import layer_table
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.commands import prune_request, results, status

@@ -19,7 +19,7 @@ from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import by_size
-from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.analysis.verdict import final_table
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.hashing import digest
 from tune_prune.core.records import StageReport, TrialRecord

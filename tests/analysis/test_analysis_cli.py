@@ -85,7 +85,7 @@ print(err.getvalue())
 @pytest.mark.parametrize("written", ["70%", *(pytest.param(text, marks=pytest.mark.slow) for text in ("0.7", "70"))])
 def test_a_baseline_and_percent(tmp_path, capsys, monkeypatch, written):
     if written != "0.7":  # figures take seconds: once
-        for drawing in ("figures.figures.draw_all", "layout.draw_best"):
+        for drawing in ("figures.draw_all", "layout.draw_best"):
             monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
     path, output = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv", tmp_path / "out"
     argv = ["--csv", f"Llama={path}", "--output", str(output), "--baseline", f"Llama={written}"]
@@ -110,7 +110,7 @@ def test_a_baseline_and_percent(tmp_path, capsys, monkeypatch, written):
 
 def test_the_last_lines_save_what_the_rule_has_chosen(tmp_path, capsys, monkeypatch):
     """A results file does not tell its search, and has no such line."""
-    for drawing in ("figures.figures.draw_all", "layout.draw_best"):
+    for drawing in ("figures.draw_all", "layout.draw_best"):
         monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
     folder, output = simulated_study(tmp_path, models=("alpha",), items=20), tmp_path / "out"
     path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"

@@ -13,7 +13,7 @@ import pytest
 from scipy.stats import t
 
 from tests.findings import simulated_findings
-from tune_prune.analysis.input.items import gold_logprobs, read_items
+from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.statistics.differences import (
     Change,
@@ -28,7 +28,7 @@ from tune_prune.analysis.statistics.differences import (
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import by_size
-from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.analysis.verdict import final_table
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.files import to_json
 from tune_prune.core.store import FolderStore
@@ -195,9 +195,7 @@ def blocks_of(folder: Path, nats: list[float]) -> pd.DataFrame:
 
 
 def test_two_blocks_say_little(tmp_path: Path) -> None:
-    shift = _shift(
-        *(blocks_of(tmp_path / str(kl[0]), kl) for kl in ([0.5, 0.6], [0.51, 0.612])), "kl_text", gold_logprobs
-    )
+    shift = _shift(*(blocks_of(tmp_path / str(kl[0]), kl) for kl in ([0.5, 0.6], [0.51, 0.612])), "kl_text")
     assert shift.change / shift.stderr == pytest.approx(11)
     assert shift.p == pytest.approx(math.atan(1 / 11) / math.pi)  # Cauchy, as Student's t with one degree of freedom is
 
@@ -208,7 +206,7 @@ def test_few_blocks_accuse_no_more_innocent_changes_than_many(tmp_path: Path, bl
     before = blocks_of(tmp_path / "before", [0.5] * blocks)
     for study in range(studies):
         after = [blocks_of(tmp_path / f"{study}-{i}", list(generator.normal(0.5, 0.1, blocks))) for i in range(6)]
-        found = [made({"kl_text": _shift(before, one, "kl_text", gold_logprobs).p}) for one in after]
+        found = [made({"kl_text": _shift(before, one, "kl_text").p}) for one in after]
         accused += any(change.worse for change in judged(found))
     assert accused / studies < 0.05 + 2 * np.sqrt(0.05 * 0.95 / studies)
 

@@ -19,7 +19,6 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.files import markdown_table
-from tune_prune.analysis.statistics import differences
 from tune_prune.analysis.statistics import draws as of_draws
 from tune_prune.analysis.statistics.comparison import PairedScores
 from tune_prune.analysis.statistics.cross_fit import FOLDS, REPEATS, _deal, by_draw, cross_fit
@@ -29,6 +28,9 @@ from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.hashing import seed_for
+from tune_prune.core.ledger import Ledger, put_sealed
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 
 SEVERAL = {"blockwise-s64-n512": 3, "blockwise-s64-n128": 3, "layerwise-s64-n512": 2}
 
@@ -94,29 +96,6 @@ def test_errors_are_those_of_items_and_draws(found: ModelFindings) -> None:
         assert row["acc_mean_stderr"] == pytest.approx(math.hypot(of_items, math.sqrt(between.variance / row["draws"])))
         place = found.eligible.index.get_loc(row.name)
         assert math.sqrt(found.comparison.variances[place]) == pytest.approx(row["acc_mean_stderr"])
-
-
-def test_gaps_of_measures_have_both_parts_in_every_row() -> None:
-    """Rows of two draws and of one: the difference of scores averaged over draws, and what draws add to both sides."""
-    generator, index = (
-        np.random.default_rng(0),
-        pd.MultiIndex.from_product([["a"], range(50)], names=["task", "doc_id"]),
-    )
-    scores = {name: pd.Series(generator.standard_normal(50), index) for name in ("a0", "a1", "b", "c")}
-    rows = pd.DataFrame(
-        {"output_dir": ["a0", "b", "c"], "gold_logprob_mean": [3.0, 2.0, 1.0], "draw_share": [0.5, 1, 0]}
-    )
-    rows["gold_logprob_mean_stderr"] = 9.0
-    draws = {0: pd.DataFrame({"output_dir": ["a0", "a1"]})}
-    gaps = differences.measure_gaps(rows, draws, {"gold_logprob_mean": DrawVariance(0.04, 0.0, 1)}, scores.get)
-    best = (scores["a0"] + scores["a1"]) / 2
-    for row, name, share in ((1, "b", 1.0), (2, "c", 0.0)):
-        of_items = (scores[name] - best).var(ddof=1) / 50
-        expected = math.sqrt(of_items + 0.04 * (0.5 + share))
-        assert gaps.loc[row, "gold_logprob_mean_gap_stderr"] == pytest.approx(expected)
-    scores["a0"] = None
-    apart = differences.measure_gaps(rows, draws, {}, scores.get)["gold_logprob_mean_gap_stderr"]
-    assert apart[1] == pytest.approx(math.hypot(9, 9))
 
 
 def test_one_draw_everywhere_is_as_it_was(tmp_path: Path) -> None:
@@ -373,24 +352,28 @@ def test_of_one_draw_its_own_luck_stays() -> None:
 # of a search
 
 
-def with_log_probabilities(folder: Path, generator: np.random.Generator) -> None:
-    """Puts into the items of a trial log-probabilities that are a little higher where an item is right."""
-    table = pd.read_parquet(folder / "items.parquet")
+def with_log_probabilities(experiment: Path, record: TrialRecord, generator: np.random.Generator) -> None:
+    """Put into the items of a trial log-probabilities that are a little higher where an item is right, and their mean into its
+    record."""
+    path = experiment / "trials" / record.key / "items.parquet"
+    table = pd.read_parquet(path)
     rows = []
     for choices, gold, score in zip(table["loglikelihoods"], table["gold"], table["score"], strict=True):
         values = generator.normal(-9, 1, len(choices))
         values[gold] += score
         rows.append(values)
-    table.assign(loglikelihoods=rows).to_parquet(folder / "items.parquet")
+    table.assign(loglikelihoods=rows).to_parquet(path)
+    golds = pd.Series([values[gold] for values, gold in zip(rows, table["gold"], strict=True)])
+    metrics = {"gold_logprob_mean": float(golds.groupby(table["task"]).mean().mean()), "gold_logprob_mean_stderr": 0.1}
+    record = replace(record, metrics=record.metrics | metrics)
+    put_sealed(FolderStore(experiment), f"ledger/{record.key}.json", record.to_dict())
 
 
 def study_folder(folder: Path) -> Path:
-    experiment, generator = (
-        simulated_study(folder, models=("alpha",), items=30, draws=SEVERAL),
-        np.random.default_rng(5),
-    )
-    for trial in sorted((experiment / "trials").iterdir()):
-        with_log_probabilities(trial, generator)
+    experiment = simulated_study(folder, models=("alpha",), items=30, draws=SEVERAL)
+    generator = np.random.default_rng(5)
+    for record in Ledger(FolderStore(experiment)).records():
+        with_log_probabilities(experiment, record, generator)
     return experiment
 
 

@@ -21,7 +21,7 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS
-from tune_prune.analysis.figures import figure_style, figures
+from tune_prune.analysis import figures
 from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.render.messages import accuracies_in_percent
@@ -199,7 +199,7 @@ SIZES = pd.DataFrame(
 
 def fraction_figures(models: dict[str, ModelFindings]) -> dict[str, Figure]:
     """Every figure whose vertical axis holds fractions, laid out."""
-    with figure_style.style():
+    with figures.paper_style():
         made = {
             "heatmap": figures.heatmap(models["alpha"]),
             "methods": figures.methods(models),

@@ -12,9 +12,10 @@ import pytest
 
 from tests.findings import from_csv, published_findings, simulated_study, true_accuracy
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.input.study import Study
+from tune_prune.analysis.input.study import Message, Study
 from tune_prune.analysis.statistics.differences import difference, transfer
-from tune_prune.analysis.statistics.findings import RULES, Findings, Message, ModelFindings, find
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
+from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError

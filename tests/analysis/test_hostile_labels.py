@@ -22,7 +22,7 @@ from tune_prune.analysis.render.files import csv_text, document, markdown_table
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.analysis.verdict import final_table
 from tune_prune.commands import analysis, status
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import RESULTS, FolderStore
@@ -142,8 +142,6 @@ def test_results_files_come_back_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "says"),
     [
-        ("output_dir", "x" * 300, "column output_dir: 'xxx"),
-        ("output_dir", "剪/" * 1200, "has 4,800 bytes"),
         ("model", "x" * 300, "300 letters; a name has 1 to 100"),
         ("model", "\x1b[31mred", "no control characters"),
     ],
@@ -156,3 +154,10 @@ def test_names_that_no_folder_can_have(column: str, value: str, says: str, tmp_p
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and len(error) < 500 and "\x1b" not in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "剪/" * 1200, "a\0b"])
+def test_a_name_that_no_folder_can_have_is_no_folder(name: str, tmp_path: Path) -> None:
+    row = {"method": "taylor", "seq_len": 16, "num_samples": 4, "acc_mean": 0.5, "output_dir": name}
+    pd.DataFrame([row]).to_csv(tmp_path / "results.csv", index=False)
+    assert read_results_csv(tmp_path / "results.csv", "m").rows["output_dir"].tolist() == [""]

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from tests.findings import simulated_study
-from tune_prune.analysis.figures.figures import accuracy_size, draw_all
+from tune_prune.analysis.figures import accuracy_size, draw_all
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import calibration_tokens, typed
 from tune_prune.analysis.render.text import text_table
@@ -123,8 +123,8 @@ def test_the_most_retained_per_second_is_of_those_that_were_measured(values: lis
 
 def test_perplexity_ignores_what_is_not_finite() -> None:
     frame = rows(("a", 0.6, math.nan, 1), ("b", 0.5, math.inf, 1), ("c", 0.4, 30.0, 1), ("d", 0.3, 30.0, 1))
-    assert rules.perplexity(frame) == ["c"]
-    assert rules.perplexity(frame.iloc[:2]) == []
+    assert rules.RULES["perplexity"](frame) == ["c"]
+    assert rules.RULES["perplexity"](frame.iloc[:2]) == []
 
 
 @pytest.mark.parametrize(

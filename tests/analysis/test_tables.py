@@ -17,10 +17,11 @@ import pandas as pd
 import pytest
 
 from tune_prune.analysis.cost import duration
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.render.files import csv_text, escape, latex_table, markdown_table
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.render.text import text_table
-from tune_prune.analysis.statistics.findings import Findings, Message
+from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables, write_tables
 from tune_prune.analysis.tables.table import Column, Row, Table

@@ -13,8 +13,7 @@ from tests.findings import from_csv, simulated_findings, simulated_study
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.analysis.verdict import close_calls, verdicts, winners
+from tune_prune.analysis.verdict import close_calls, final_table, verdicts, winners
 from tune_prune.commands import prune_request
 from tune_prune.commands.results import Results
 from tune_prune.core.errors import UserError

@@ -201,7 +201,6 @@ def test_a_search_stops_bad_trials_before_their_items(searched):
     (found,) = results.findings.models.values()
     complete = {one.key for one in records if one.status == "complete"}
     assert {*found.eligible["key"]} == complete
-    assert {rung.trials for rung in found.fidelities} == {len(complete)}  # KL's too: a filter cuts its range
 
 
 @pytest.mark.slow

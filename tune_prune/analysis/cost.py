@@ -59,8 +59,7 @@ def write_cost(
     seconds, computed = now["seconds"], now["computed"]
     total = sum(seconds.values())
     statistics = [s for s in in_order(sorted({"importance", "removal", *computed})) if s not in MODEL_STAGES]
-    done = [*records, *baselines.values(), *killed]
-    lost = totals(killed, {}, [])
+    lost, lost_s = totals(killed, {}, []), sum(attempt.elapsed_time_s for attempt in killed)
     cost = {
         "trials": len(records),
         **{f"{pass_name(stage)}_passes": computed[stage] for stage in statistics},
@@ -68,14 +67,14 @@ def write_cost(
         "tokens_per_stage": now["tokens"],
         "worker_seconds": total,
         "evaluation_fraction": sum(seconds[stage] for stage in MEASURING_STAGES) / (total or 1.0),
-        "gpu_hours": gpu_hours(done, passes),
+        "gpu_hours": gpu_hours([*records, *baselines.values(), *killed], passes),
         "shared_passes": list(passes),
         "lost_work": {
             "attempts": len(killed),
             "stages": sum(len(attempt.stages) for attempt in killed),
             "tokens": sum(lost["tokens"].values()),
-            "seconds": sum(attempt.elapsed_time_s for attempt in killed),
-            "unfinished_seconds": sum(attempt.elapsed_time_s for attempt in killed) - sum(lost["seconds"].values()),
+            "seconds": lost_s,
+            "unfinished_seconds": lost_s - sum(lost["seconds"].values()),
         },
     }
     if predicted is not None:
@@ -100,8 +99,8 @@ def write_cost(
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:
-    """One line for the screen from what `write_cost` returned: how long this start took, where something was predicted of it, else
-    how long everything did."""
+    """Return one line for the screen from what `write_cost` returned: how long this start took, where something was predicted of
+    it, else how long everything did."""
     if (last := cost.get("last_start")) is None:
         return f"time         {duration(cost['worker_seconds'])} of computing in all"
     wall, tokens = last["wall_seconds"], last["tokens_per_stage"].values()
@@ -117,13 +116,13 @@ def passes(count: float, name: str) -> str:
 
 
 def between(seconds: Sequence[float]) -> str:
-    """A range of seconds, its ends with two digits, as a person says it: 58s to 1m50s."""
+    """Return a range of seconds, its ends with two digits, as a person says it: 58s to 1m50s."""
     ends = [duration(float(f"{end:.1e}")) for end in seconds]
     return " to ".join(dict.fromkeys(ends))
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 0.4s, 31s, 1m40s, 2h05m."""
+    """Return seconds as a person says them: 0.4s, 31s, 1m40s, 2h05m."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,8 +1,6 @@
 """The views of trials, from their findings: the results table, the best configurations, the methods, the models compared; and the
-shell commands that run a configuration again.
-
-Everything here can be written again at any time. Stopped and failed trials stay in the table with their status; they are
-never eligible. A trial's folder is named relative to that of the view, so that both can be moved together.
+shell commands that run a configuration again. Stopped and failed trials stay in the table with their status; they are never
+eligible. A trial's folder is named relative to that of the view, so that both can be moved together.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ from tune_prune.core.store import (
     location,
 )
 
-# 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
-# 3: `baseline` has all metrics of the dense model; edges' `hyperparameter` was `knob`, selection's `p_value` was `p_best`;
-#    methods have their `differences`
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 3  # of the JSON files
 
 
 def write_views(
@@ -59,7 +54,8 @@ def write_views(
 def views(
     findings: Findings, labels: Collection[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Location
 ) -> dict[str, str]:
-    """The texts of the views in `folder` of the models `labels`: of their `best` entries and of all trials, which are `rows`."""
+    """Return the texts of the views in `folder` of the models `labels`: of their `best` entries and of all trials, which are
+    `rows`."""
     best_config = {
         "schema_version": SCHEMA_VERSION,
         "selection_rule": findings.rule,
@@ -85,19 +81,18 @@ def views(
 
 
 def relative(folder: str | None, base: Location) -> str | None:
-    """A folder that is there, or would be below `base`, relative to that; any other name as it is."""
+    """Return a folder that is there, or would be below `base`, relative to that; any other name as it is."""
     if not folder:
         return folder
     place = location(folder)
-    if not isinstance(place, Path) or not isinstance(base, Path):
-        return place.relative_to(base).as_posix() if place.is_relative_to(base) else folder
-    if not (place.is_dir() or place.is_relative_to(base)):
-        return folder
-    return Path(os.path.relpath(folder, base)).as_posix()
+    if place.is_relative_to(base):
+        return place.relative_to(base).as_posix()
+    both_here = isinstance(place, Path) and isinstance(base, Path) and place.is_dir()
+    return Path(os.path.relpath(folder, base)).as_posix() if both_here else folder
 
 
 def best_entry(result: ModelFindings, folder: Location) -> dict[str, Any]:
-    """The best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
+    """Return the best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
     best, dense = result.best, result.model.baseline
     return {
         **best["configuration"].to_dict(),
@@ -118,14 +113,12 @@ def best_entry(result: ModelFindings, folder: Location) -> dict[str, Any]:
 
 
 def _methods(findings: Findings, label: str) -> dict[str, Any]:
-    """acc_mean of each method over its eligible configurations: n, mean, std (n - 1), min, max, best configuration."""
+    """Return acc_mean of each method over its eligible configurations: n, mean, std (n - 1), min, max, best configuration."""
     result = findings.models.get(label)
     methods = {}
     for method, trials in findings.study.models[label].rows.groupby("method", sort=False):
         row, n, best = {}, 0, None
-        failed = len(trials) - len(
-            ranked(trials)
-        )  # of the trials: several complete ones may be draws of one configuration
+        failed = len(trials) - len(ranked(trials))  # of the trials: complete ones may be draws of one configuration
         if result is not None and method in result.methods.index:
             row = result.methods.loc[method]
             n = int(row["n"])
@@ -159,8 +152,8 @@ def best_command(result: ModelFindings) -> str | None:
     source, draws = result.model.source, result.draws.get(result.best.name)
     if source is None or draws is None:
         return command(result.model, result.best)
-    own = map(plain_value, draws["seed"])  # None: the run's
-    return command(result.model, result.best, sorted(int(source["seed"] if seed is None else seed) for seed in own))
+    seeds = map(plain_value, draws["seed"])  # None: the run's
+    return command(result.model, result.best, sorted(int(source["seed"] if seed is None else seed) for seed in seeds))
 
 
 def command(model: Model, row: Mapping[str, Any], seeds: Sequence[int] = ()) -> str | None:
@@ -183,10 +176,8 @@ def command(model: Model, row: Mapping[str, Any], seeds: Sequence[int] = ()) -> 
         values["calibration"] = None
     names = (
         *("model", "revision", "search_space", "calibration", "data_dir", "tasks", "limit", "perplexity_window"),
-        "perplexity_tokens",
-        *("dtype", "seed"),
+        *("perplexity_tokens", "dtype", "seed"),
     )
-    flags = " ".join(
-        f"--{name.replace('_', '-')} {shlex.quote(str(values[name]))}" for name in names if values.get(name) is not None
-    )
+    given = {name.replace("_", "-"): values[name] for name in names if values.get(name) is not None}
+    flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in given.items())
     return f"printf '%s\\n' {lines} > {file}\ntune-prune search {flags}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.analysis.export import SCHEMA_VERSION, across_view, best_command, best_entry, relative, views
-from tune_prune.analysis.figures.figures import draw_best
+from tune_prune.analysis.figures import draw_best
 from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
@@ -25,7 +25,7 @@ from tune_prune.analysis.tables.configurations import is_within
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json, to_json
 from tune_prune.core.ledger import trial_file
-from tune_prune.core.store import BEST_OF_MODEL, GRADIENTS, PLAN_COMPARISON, FolderStore, Store, open_store
+from tune_prune.core.store import BEST_OF_MODEL, GRADIENTS, PLAN_COMPARISON, FolderStore, open_store
 
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
 
@@ -88,7 +88,9 @@ def _best(result: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list
         BEST_OF_MODEL: to_json(best_config),
         "evaluation/evaluation_results.json": to_json(_evaluation(result, entry)),
     }
-    trial = _trial(place)
+    trial = open_store(place) if place else None
+    if trial is not None and not (trial.folder.is_dir() if isinstance(trial.folder, Path) else trial.names()):
+        trial = None
     absent, damaged = {}, False
     for name in (GRADIENTS, PLAN_COMPARISON):
         copy = f"analysis/{name}"
@@ -103,9 +105,9 @@ def _best(result: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list
             except UserError as error:
                 absent[copy], damaged = f"damaged: {error}", True
     pictures = [] if trial is None or damaged else draw_best(trial.folder, folder / "visualization")
-    drawn = {path.name for path in pictures}
-    for name in (f"visualization/{name}" for name in _PICTURES if name not in drawn):
-        texts[name], absent[name] = None, "it is drawn from the analysis/ files that are missing"
+    for name in sorted({*_PICTURES} - {path.name for path in pictures}):
+        texts[f"visualization/{name}"] = None
+        absent[f"visualization/{name}"] = "it is drawn from the analysis/ files that are missing"
     readme = [
         f"{result.best['name']}: the best of {len(result.eligible)} configurations of {result.model.label} by {result.rule}.",
         "",
@@ -119,17 +121,8 @@ def _best(result: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list
     return pictures + FolderStore(folder).put_all(texts)
 
 
-def _trial(place: str | None) -> Store | None:
-    """The files of a trial; None where its folder is not there."""
-    if not place:
-        return None
-    trial = open_store(place)
-    exists = trial.folder.is_dir() if isinstance(trial.folder, Path) else bool(trial.names())
-    return trial if exists else None
-
-
 def _evaluation(result: ModelFindings, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Accuracies as fractions; `dense` is the model before pruning, `retained` acc over that."""
+    """Return accuracies as fractions; `dense` is the model before pruning, `retained` acc over that."""
     names = ("model", "name", "acc_mean", "acc_mean_stderr", "ppl", "params_count", "removed_fraction")
     fit, tasks = result.cross_fit, result.tasks.drop("mean").astype({"items": "Int64"})
     return {

@@ -2,8 +2,7 @@
 
 One Optuna study per model (and pruning ratio), which maximises acc_mean or, of a search with another --objective, that. Complete
 trials have it as their value; those that were stopped early are pruned, with what they had reached; failed ones are failed.
-Everything else that is known of a trial is among its user attributes: ppl, the accuracy of every task, standard errors, sizes,
-where it ran, why it failed.
+Everything else that is known of a trial is among its user attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sqlite3
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,19 +40,8 @@ _LOG_SCALE = 8  # the largest level over the smallest from which on an axis is l
 _NOT_ATTRIBUTES = (*HYPERPARAMETERS, "configuration", "model", "success", "where", "started_at")
 # Attributes of their own, beside the tasks' accuracies; all others are in one, `more`: Optuna takes a millisecond for each.
 _ATTRIBUTES = (
-    *(
-        "name",
-        "key",
-        "status",
-        "reason",
-        "failure",
-        "ppl",
-        "acc_mean",
-        "acc_mean_stderr",
-        "params_count",
-        "removed_fraction",
-    ),
-    *("elapsed_time", "peak_memory_bytes", "host", "device_name", "output_dir"),
+    *("name", "key", "status", "reason", "failure", "ppl", "acc_mean", "acc_mean_stderr", "params_count"),
+    *("removed_fraction", "elapsed_time", "peak_memory_bytes", "host", "device_name", "output_dir"),
 )
 
 
@@ -65,10 +53,6 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
         raise UserError(f"--export-study {path} is there already; {step}")
     if path.exists() and path.open("rb").read(len(_SQLITE)) not in (_SQLITE, b""):
         raise UserError(f"--export-study {path} is no SQLite file, and only such a file is replaced; name another file")
-    if not path.absolute().parent.is_dir():
-        raise UserError(
-            f"--export-study {path} cannot be written: {path.absolute().parent} is no folder; make it first"
-        )
     try:
         import optuna
     except ModuleNotFoundError as error:  # it is needed to search, not to look at results
@@ -81,9 +65,7 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         storage = optuna.storages.RDBStorage("sqlite:///:memory:")  # in a file every trial would wait for the disk
-        counts = {
-            label: _write(storage, label, model, _objective(study, model)) for label, model in study.models.items()
-        }
+        counts = {label: _write(storage, label, model, study) for label, model in study.models.items()}
         with closing(sqlite3.connect(temporary)) as file, storage.engine.connect() as connection:
             connection.connection.driver_connection.backup(file)  # type: ignore[union-attr]
         storage.engine.dispose()
@@ -98,31 +80,26 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
     return f"{studies}\nwrote        {path}\nview         optuna-dashboard sqlite:///{path}"
 
 
-def _objective(study: Study, model: Model) -> str:
-    """Return what the searches of its trials looked for, if that is one thing; else accuracy."""
-    settings = [study.experiments.get(origin, {}).get("settings") or {} for origin in model.origins]
-    objectives = {setting.get("objective", "accuracy") for setting in settings}
-    return objectives.pop() if len(objectives) == 1 else "accuracy"
-
-
-def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, objective: str) -> int:
+def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, study: Study) -> int:
     import optuna
 
+    # What the searches of its trials looked for, if that is one thing
+    settings = [study.experiments.get(origin, {}).get("settings") or {} for origin in model.origins]
+    objectives = {setting.get("objective", "accuracy") for setting in settings}
+    objective = objectives.pop() if len(objectives) == 1 else "accuracy"
     sign, columns = MEASURES[objective]
-    direction = optuna.study.StudyDirection.MAXIMIZE if sign > 0 else optuna.study.StudyDirection.MINIMIZE
-    study = optuna.create_study(storage=storage, study_name=label, direction=direction)
+    written = optuna.create_study(storage=storage, study_name=label, direction="maximize" if sign > 0 else "minimize")
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-        study.set_metric_names(
-            [columns[0] if len(columns) == 1 else objective]
-        )  # or optuna-dashboard calls it Objective 0
-    study.set_user_attr("dense", {name: _json(value) for name, value in model.baseline.items()})
-    study.set_user_attr("origins", [str(origin) for origin in model.origins])
+        # or optuna-dashboard calls it Objective 0
+        written.set_metric_names([columns[0] if len(columns) == 1 else objective])
+    written.set_user_attr("dense", {name: _json(value) for name, value in model.baseline.items()})
+    written.set_user_attr("origins", [str(origin) for origin in model.origins])
     distributions = _distributions(model.rows)
     accuracy = model.rows["acc_mean"]  # equal ones are one value, the highest of them
     rows = model.rows.assign(acc_mean=accuracy.groupby(compared(accuracy)).transform("max")).to_dict("records")
     parts = score_columns(model.rows, objective)
     for row in terminal.over(rows, f"study {label}", "trials"):
-        study.add_trial(_trial(row, distributions, objective, parts))
+        written.add_trial(_trial(row, distributions, objective, parts))
     return len(rows)
 
 
@@ -154,32 +131,25 @@ def _trial(
     values = {str(name): plain_value(value) for name, value in row.items()}
     params = {name: values[name] for name in distributions if values[name] is not None}
     value = MEASURES[objective][0] * measured({k: v for k, v in values.items() if v is not None}, objective, parts)
-    known = math.isfinite(value)
-    stopped = values["status"] == "stopped_early"
-    known_values = {k: _json(v) for k, v in values.items() if v not in (None, "") and k not in _NOT_ATTRIBUTES}
-    listed = {*_ATTRIBUTES, *(f"acc_{task}" for task in tasks_of(values))}
-    attributes = {name: value for name, value in known_values.items() if name in listed}
-    attributes["more"] = {name: value for name, value in known_values.items() if name not in listed}
+    known, stopped = math.isfinite(value), values["status"] == "stopped_early"
+    attributes = {k: _json(v) for k, v in values.items() if v not in (None, "") and k not in _NOT_ATTRIBUTES}
+    listed = {*_ATTRIBUTES, *(f"acc_{task}" for task in tasks_of(values))} & {*attributes}
+    more = {name: attributes[name] for name in attributes if name not in listed}
     complete = values["success"] and known
     trial = optuna.trial.create_trial(
         state=TrialState.COMPLETE if complete else TrialState.PRUNED if stopped else TrialState.FAIL,
         value=value if complete else None,
         params=params,
         distributions={name: distributions[name] for name in params},
-        user_attrs=attributes,
+        user_attrs={name: attributes[name] for name in attributes if name in listed} | {"more": more},
         intermediate_values={_items_scored(values): value} if stopped and known else {},
     )
-    if started := values["started_at"]:
-        try:
-            begin = datetime.fromisoformat(started).astimezone().replace(tzinfo=None)  # Optuna's are local
+    if values["started_at"]:
+        with suppress(ValueError, OverflowError):  # a results file may say anything
+            begin = datetime.fromisoformat(values["started_at"]).astimezone().replace(tzinfo=None)  # Optuna's are local
             end = begin + timedelta(seconds=values["elapsed_time"] or 0)
             begin.astimezone(UTC), end.astimezone(UTC)  # as Optuna will
-        except (ValueError, OverflowError) as error:
-            raise UserError(
-                f"{values['model']} {values['name']} has started_at {started!r:.60} and elapsed_time {values['elapsed_time']}, "
-                "which are no times; correct its results file, or leave the two columns out"
-            ) from error
-        trial.datetime_start, trial.datetime_complete = begin, end
+            trial.datetime_start, trial.datetime_complete = begin, end
     return trial
 
 
@@ -192,5 +162,5 @@ def _items_scored(values: Mapping[str, Any]) -> int:
 
 
 def _json(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Return a value as JSON has it, which has no infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,28 +1,43 @@
-"""The verdict of a search: of each model the one configuration that won, trained or not, and how sure that is; and the decision of
-an analysis in sentences, as its screen and the page have them.
+"""The verdict of a search: of each model the one configuration that won, trained or not, and how sure that is; the tables that a
+search prints at its end; and the decision of an analysis in sentences, as its screen and the page have them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import without_draw
-from tune_prune.analysis.render.messages import format_message, names, pm, printed
-from tune_prune.analysis.render.text import fold
+from tune_prune.analysis.input.rows import ranked, without_draw
+from tune_prune.analysis.render.messages import format_message, names, note_sentences, pm, printed
+from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.comparison import Comparison, compare, paired_scores
-from tune_prune.analysis.statistics.draws import shared
+from tune_prune.analysis.statistics.differences import JUDGED
+from tune_prune.analysis.statistics.draws import STOPPED_DRAWS, shared
 from tune_prune.analysis.statistics.effects import methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.statistics.rules import score
+from tune_prune.analysis.tables.configurations import (
+    PARAMETERS,
+    RETAINED,
+    accuracy_notes,
+    changes,
+    hyperparameter_columns,
+    limits,
+    of_model,
+    transfer,
+    window_notes,
+)
+from tune_prune.analysis.tables.table import Column, Table
+from tune_prune.analysis.tables.trial_tables import counts, trials
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.hyperparameters import HYPERPARAMETERS, RECIPE
 from tune_prune.core.measures import ACCURACY_DIGITS, MEASURES
 
 _CHOSEN_BY = {
@@ -69,7 +84,7 @@ class Verdict:
             of_items,
             scores,
             np.random.default_rng(seed_for(first.seed, f"bootstrap of all of {self.model}")),
-            spreads=shared(rows, *(next((own for own in of if own), None) for of in (between, control))),
+            spreads=shared(rows, *(next(filter(None, variances), None) for variances in (between, control))),
         )
 
     @property
@@ -81,25 +96,20 @@ class Verdict:
     @property
     def line(self) -> str:
         """`best`, for the screen."""
-        result, best = self.winner, self.winner.best
-        parts = [f"accuracy {pm(best['acc_mean'], best['acc_mean_stderr'])}"]
-        if (runs := int(best["draws"])) > 1:
-            parts[0] += f" (mean of {runs} runs with other sample text)"
-        if (retained := result.retained(best["acc_mean"])) is not None:
-            parts[0] += f", {retained:.1%} of the original's"
+        result, parts = self.winner, [_accuracy(self.winner)]
         if self.rule == "accuracy":
             comparable = self.marked and self.rows["p_value"].count() > 1
             parts += [close_calls(result, self.rows)] if comparable else []
         else:
             what, form = _CHOSEN_BY[self.rule]
-            value = abs(float(score(pd.DataFrame([best]), self.rule)[0]))
+            value = abs(float(score(pd.DataFrame([result.best]), self.rule)[0]))
             shown_value = printed(-value if self.rule == "gold_logprob" else value, form)
             parts = [f"{what}, {shown_value}, as --objective asks", *parts, "the table below goes by accuracy"]
         return fold(f"best         \t{self.model}: {in_words(result)}: {'; '.join(parts)}")
 
 
 def in_words(result: ModelFindings) -> str:
-    """The best configuration of a model for a person, e.g. `taylor on 128 samples of 64 tokens, repaired`."""
+    """Return the best configuration of a model for a person, e.g. `taylor on 128 samples of 64 tokens, repaired`."""
     best, rows = result.best, result.model.rows
     shown = [name for name in HYPERPARAMETERS if name in rows and best["method"] in methods_reading(rows, name)]
     return without_draw(best["configuration"]).in_words(shown)
@@ -111,7 +121,7 @@ def verdicts(findings: Findings) -> dict[str, Verdict]:
     for result in findings.models.values():
         members.setdefault((result.untrained or result).model.label, []).append(result)
     rule = findings.rule if findings.rule in MEASURES else "accuracy"
-    return {label: Verdict(label, own, rule) for label, own in members.items()}
+    return {label: Verdict(label, results, rule) for label, results in members.items()}
 
 
 def winners(findings: Findings) -> Mapping[str, str]:
@@ -121,7 +131,8 @@ def winners(findings: Findings) -> Mapping[str, str]:
 
 
 def folder_name(label: str) -> str:
-    """A name for the pruned model of that label that needs no quotes in a shell and that a hub takes: tiny-llama-0.3-pruned."""
+    """Return a name for the pruned model of that label that needs no quotes in a shell and that a hub takes:
+    tiny-llama-0.3-pruned."""
     plain = re.sub(r"[^\w.-]+", "-", label, flags=re.ASCII).strip("-.")
     return f"{plain or 'model'}-pruned"
 
@@ -131,9 +142,10 @@ _SHOWN = 20  # models that a line names
 
 
 def decision(findings: Findings, keep: Mapping[str, str]) -> str:
-    """The best of each model, the number to quote, and the command that keeps the first (`keep`: by label)."""
+    """Return the best of each model, the number to quote, and the command that keeps the first (`keep`: by label)."""
     every = verdicts(findings).values()
-    winners, verdict = [one.winner for one in every], {own.model.label: one for one in every for own in one.members}
+    winners = [one.winner for one in every]
+    verdict = {result.model.label: one for one in every for result in one.members}
     if findings.rule == "smallest":
         winners = list(findings.smallest.values())
     lines = [("", f"{result.model.label}: {sentence(result, verdict[result.model.label].rows)}") for result in winners]
@@ -160,12 +172,16 @@ def _folded(line: str) -> str:
 
 
 def sentence(result: ModelFindings, compared: pd.DataFrame) -> str:
-    """The configuration that was chosen, its accuracy and what it keeps, and how many others of those that were `compared`
+    """Return the configuration that was chosen, its accuracy and what it keeps, and how many others of those that were `compared`
     (`Verdict.rows`) are too close to call."""
+    return f"{in_words(result)} ({result.best['name']}): {_accuracy(result)}; {close_calls(result, compared)}"
+
+
+def _accuracy(result: ModelFindings) -> str:
     best, retained = result.best, result.retained(result.best["acc_mean"])
-    kept = "" if retained is None else f", {printed(retained, 'percent')} of the original's"
-    accuracy = pm(best["acc_mean"], best["acc_mean_stderr"])
-    return f"{in_words(result)} ({best['name']}): accuracy {accuracy}{kept}; {close_calls(result, compared)}"
+    runs = f" (mean of {best['draws']} runs with other sample text)" if best["draws"] > 1 else ""
+    share = "" if retained is None else f", {printed(retained, 'percent')} of the original's"
+    return f"accuracy {pm(best['acc_mean'], best['acc_mean_stderr'])}{runs}{share}"
 
 
 def close_calls(result: ModelFindings, rows: pd.DataFrame | None = None) -> str:
@@ -185,3 +201,91 @@ def close_calls(result: ModelFindings, rows: pd.DataFrame | None = None) -> str:
     whom = "" if chosen == top else f" with the most accurate, {top}"
     apart = "" if chosen in (top, *tied) else "; the chosen one is not among them"
     return f"{of_all} {'is' if len(tied) < 2 else 'are'} too close to call{whom}{apart}"
+
+
+_OF_ORIGINAL = replace(RETAINED, label="Of original")  # its accuracy; short, as tables on the screen have 100 columns
+# Ends of the kinds of warnings that a search shows.
+_ON_SCREEN = (
+    *("_at_chance", "_devices", "items_in_calibration", "items_after_eos", "one_draw_leads"),
+    *(f"worse_{name}" for name in JUDGED),
+)
+
+
+def final_table(findings: Findings, top: int = 5) -> str:
+    """Return per model, trained or not: the original, the best configuration of each method and the `top` best; then the models
+    compared. Lines have 100 columns at most."""
+    every, by_label = trials(findings), verdicts(findings)
+    tables = {label: _best_trials(findings, verdict, every, top) for label, verdict in by_label.items()}
+    blocks = []
+    for label in sorted({*tables, *findings.without}):
+        if label in findings.without:
+            model = findings.study.models[label]
+            nothing = STOPPED_DRAWS if len(ranked(model.rows)) else "no complete trial"
+            blocks.append(f"{label}: {counts(model)}\n  {nothing}\n")
+            continue
+        warnings = [m for one in by_label[label].members for m in one.warnings if m.kind.endswith(_ON_SCREEN)]
+        said = dict.fromkeys(f"  ! {format_message(message)}\n" for message in warnings)
+        blocks.append(f"{tables[label].title}\n{text_table(tables[label])}{''.join(said)}")
+    if (across := _across(findings, [verdict.winner.model.label for verdict in by_label.values()])) is not None:
+        blocks.append(f"{across.title}\n{text_table(across)}")
+    changed = changes(findings)
+    if changed is not None and (trained := [row for row in changed.rows if row["kind"] == "training"]):
+        steps = [column.key for column in changed.columns if (row := RECIPE.get(column.key)) and row.of == "recovery"]
+        keys = ("before_acc_mean", "acc_mean", "gain", "kl_text_change", "kl_tasks_change", "worse")
+        shown = changed.pick("model", "config", *steps, *keys)
+        blocks.append(f"What training changes, gain in points\n{text_table(shown.with_rows(trained))}")
+    notes = [note for table in tables.values() for note in note_sentences(table, best="*")]
+    text = "\n".join([*blocks, " ".join(dict.fromkeys(notes))])
+    return "\n".join(map(fold, text.splitlines()))
+
+
+def _best_trials(findings: Findings, verdict: Verdict, every: Table, top: int) -> Table:
+    """Return the first rows of the table of its trials, below one for the original."""
+    ranks = {name: place for place, name in enumerate(verdict.rows["name"], 1)}
+    rows: list[dict[str, Any]] = [
+        {
+            **row,
+            "rank": ranks[row["name"]],
+            "tied": row["name"] in verdict.marked,
+            "training": "yes" if result.model.trained else "–",
+        }
+        for result in verdict.members
+        for row in every.of(result.model.label).rows
+        if row["rank"] is not None
+    ]
+    rows.sort(key=lambda row: row["rank"])
+    first = {(row["method"], row["training"]): row["rank"] for row in reversed(rows)}
+    few = len(rows) <= 2 * top
+    shown = [row for row in rows if few or row["rank"] <= top or row["rank"] == first[row["method"], row["training"]]]
+    result, parts = verdict.members[0], [counts(one.model) for one in verdict.members]
+    title = f"{verdict.model}: {'; trained: '.join(parts)}"
+    if len(shown) < len(rows):
+        title += f"; the best of each method and the {top} best"
+    names = [column.key for column in hyperparameter_columns(findings)]
+    reading = {name: methods_reading(result.model.rows, name) for name in names}
+    made: list[dict[str, Any]] = [{"method": "original", **result.model.baseline}] if result.model.baseline else []
+    made += [row | {name: None for name in names if row["method"] not in reading[name]} for row in shown]
+    made = [{**row, "retained": result.retained(row.get("acc_mean")), **limits(result)} for row in made]
+    columns = [*every.pick(*names, "ppl", "draws", "acc_mean").columns, _OF_ORIGINAL, PARAMETERS]
+    if len(parts) > 1:
+        columns.insert(len(names), Column("training", "Training", style="setting"))
+    notes = [*accuracy_notes(findings), *window_notes(findings)]
+    return replace(every, title=title, columns=columns, rows=made, notes=notes)
+
+
+def _across(findings: Findings, labels: Collection[str]) -> Table | None:
+    """Return what the models of these labels lose with each other's best, in points, also with the best single configuration for
+    all; None with fewer than two."""
+    table = transfer(findings)
+    if table is None or findings.transfer is None or len(labels) < 2:
+        return None
+    for_all, title = findings.transfer.best_for_all, f"{table.title}, in points; –: not tried"
+    rows = [row for row in table.rows if row["model"] in labels]
+    table = replace(table.pick("model", "name", *map(of_model, labels)), title=title, rows=rows)
+    losses = [for_all["models"].get(row["model"], {}) if for_all["config"] else {} for row in rows]
+    if not any(losses):
+        return table
+    column = Column("loss_points", f"Best for all: {for_all['config']}", "points", "loss_points_stderr")
+    values = [{name: loss.get(name) for name in ("loss_points", "loss_points_stderr")} for loss in losses]
+    rows = [{**row, **loss} for row, loss in zip(rows, values, strict=True)]
+    return replace(table, columns=[*table.columns, column], rows=rows)

@@ -123,7 +123,7 @@ def write_analysis(
     done: Callable[[str], None] = lambda step: None,
 ) -> list[Path]:
     """Write everything about `findings` below `output`; returns the files beside the reports. `done` is called as a step ends."""
-    from tune_prune.analysis.figures.figures import draw_all
+    from tune_prune.analysis.figures import draw_all
     from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.messages import accuracies_in_percent
     from tune_prune.analysis.render.page import render

@@ -12,8 +12,7 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.statistics.rules import best_rule
-from tune_prune.analysis.tables.final_table import final_table
-from tune_prune.analysis.verdict import verdicts
+from tune_prune.analysis.verdict import final_table, verdicts
 from tune_prune.commands.analysis import check_output, why_nothing, write_analysis
 from tune_prune.commands.opened import Model, PrunedModel
 from tune_prune.core.config import TrustingRun

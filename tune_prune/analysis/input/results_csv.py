@@ -5,24 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import (
-    ACCURACIES,
-    CALIBRATION,
-    COLUMNS,
-    INTEGERS,
-    TEXTS,
-    from_cell,
-    typed,
-)
-from tune_prune.analysis.input.study import Model, Problem, tasks_of
+from tune_prune.analysis.input.rows import ACCURACIES, CALIBRATION, COLUMNS, INTEGERS, TEXTS, from_cell, typed
+from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import TASK_ITEMS, ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import is_too_long, utf8_text
@@ -33,21 +23,17 @@ from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_fi
 _LARGEST_WHOLE = 2**53  # beyond it a float is not one whole number
 _LARGEST = 1e100  # beyond it figures have no ticks
 _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
-_SUCCESS = (
-    dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False) | {"": None}
-)
+_SUCCESS: dict[str, bool | None] = dict.fromkeys(("true", "1", "1.0", "yes"), True)
+_SUCCESS |= dict.fromkeys(("false", "0", "0.0", "no"), False) | {"": None}
 _OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_ratio")  # known otherwise, too
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
 _NAMES = OLDER_NAMES | {"perplexity": "ppl"}
-_SEPARATORS = (",", ";", "\t")
-_SEPARATOR_LINE = re.compile(r"sep=[,;\t]\r?\n", re.I)
 _DECIMAL_POINT, _DECIMAL_COMMA = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?", re.I), re.compile(r"-?\d+,\d+(e[+-]?\d+)?", re.I)
-_MEAN_ROUNDED = 1.5e-3  # what accuracies of three digits leave open of their mean, at most
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
 
 
 def read_results_csv(path: Location, model: str | None) -> Model:
-    """The trials of the results file `path`, under the label `model` (None: as its column `model` says).
+    """Return the trials of the results file `path`, under the label `model` (None: as its column `model` says).
 
     Columns may have their older names (OLDER_NAMES), as published files have them. Those may also lack some:
     seq_len, num_samples and method are then read from the name of output_dir
@@ -61,41 +47,27 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     UserError, with line and column where there is one, if the file is no results file or a value cannot be.
     """
     cells = _cells(path)
-    problems: list[Problem] = []
-
-    def note(what: str) -> None:
-        problems.append(Problem(str(path), what, "note"))
-
+    notes = []
     if "acc_mean" not in cells:
         if missing := [name for name in ACCURACIES[1:] if name not in cells]:
             raise UserError(
                 f"{path} has no column acc_mean, nor all that it is the mean of (no {', '.join(missing)}); its columns are "
                 f"{', '.join(map(repr, cells))}: name one of them acc_mean, or name an {RESULTS}"
             )
-        note("it has no column acc_mean: the mean of its seven tasks is used")
+        notes.append("it has no column acc_mean: the mean of its seven tasks is used")
     if "method" not in cells:
-        note("it has no column method: methods are read from the names in output_dir")
-    for line, name in cells.get("output_dir", pd.Series()).items():
-        if is_too_long(name) or "\0" in name:
-            raise _wrong(
-                path,
-                line,
-                "output_dir",
-                f"{name[:30]!r}... has {len(os.fsencode(name)):,} bytes, which no folder can be named by",
-            )
+        notes.append("it has no column method: methods are read from the names in output_dir")
     cells = cells.reindex(columns=[*cells, *(name for name in _OPTIONAL if name not in cells)], fill_value="")
     rows = pd.DataFrame({name: _values(path, cells[name]) for name in cells})
     if "acc_mean" not in rows:
         rows["acc_mean"] = rows[list(ACCURACIES[1:])].mean(axis=1, skipna=False)
-    else:
-        _check_means(rows, note)
     ended = rows["status"] == "complete" if "status" in rows else rows["acc_mean"].notna()
     if not {"status", "reason"} & set(rows):
         rows["reason"] = np.where(rows["success"].isna() & ~ended, "it has no acc_mean", "")
     rows["success"] = rows["success"].where(rows["success"].notna(), ended)
     _name_model(path, rows, model)
     if assumed := _name_methods(path, rows):
-        note(f"{assumed} rows name no method, only its hyperparameters: taylor is assumed")
+        notes.append(f"{assumed} rows name no method, only its hyperparameters: taylor is assumed")
     binomial = _add_stderrs(rows)
     dense = rows["method"].str.lower().isin(_DENSE)
     measured = [name for name in rows if name.startswith("acc_") or name in ("ppl", "params_count")]
@@ -105,15 +77,17 @@ def read_results_csv(path: Location, model: str | None) -> Model:
         named = rows["output_dir"].str.extract(rf"{name}[_=]?(\d+)", expand=False)
         rows[name] = rows[name].fillna(named.astype("float64"))
         _require(path, rows, name, f"does not name it, as in {name}64")
-    if _ask_ratio(rows):
-        note(f"it gives no pruning_ratio: {PruningConfig.pruning_ratio} is assumed")
-    if "removal_divisor" in rows and rows["removal_divisor"].notna().any():  # where no row has one, none is shown
-        rows["removal_divisor"] = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
+    if len(rows) and rows["pruning_ratio"].isna().all():
+        notes.append(f"it gives no pruning_ratio: {PruningConfig.pruning_ratio} is assumed")
+    _ask_ratio(rows)
     rows["output_dir"] = [_trial_folder(path.parent, name) for name in rows["output_dir"]]
     if "status" not in rows:
         rows["status"] = np.where(rows["success"], "complete", "failed")
     rows = typed(rows, lambda line: f"{path}, line {line}")
-    _check_status(path, rows)
+    for line, status, success in zip(rows.index, rows["status"], rows["success"], strict=True):
+        if status not in ("complete", "failed", "stopped_early") or (status == "complete") != success:
+            raise _wrong(path, line, "status", f"{status!r} does not go with success {success}")
+    problems = [Problem(str(path), note, "note") for note in notes]
     if rows.empty:
         problems.append(Problem(str(path), "it has no rows"))
     rows = rows.assign(where=[f"line {line} of {path}" for line in rows.index]).reset_index(drop=True)
@@ -124,81 +98,55 @@ def read_results_csv(path: Location, model: str | None) -> Model:
 
 
 def _trial_folder(folder: Location, name: object) -> object:
-    """We write trial folders relative to the file; a foreign one is left as it is. No address is followed that a file names."""
+    """Return the folder of a trial, which we name relative to the file; a foreign name is left as it is. No address is followed
+    that a file names, and none that no folder can have."""
     if not isinstance(name, str):
         return name
-    if is_address(name):
+    if is_address(name) or is_too_long(name) or "\0" in name:
         return ""
-    if isinstance(folder, Path):
-        return (folder / name).as_posix() if (folder / name).is_dir() else name
-    return (folder / name).as_posix() if name.startswith(f"{TRIALS}/") else name
+    ours = (folder / name).is_dir() if isinstance(folder, Path) else name.startswith(f"{TRIALS}/")
+    return (folder / name).as_posix() if ours else name
 
 
 def _cells(path: Location) -> pd.DataFrame:
-    """The text of every cell, without blanks around it; the index says in which line of the file each row begins.
+    """Return the text of every cell, without blanks around it; the index says in which line of the file each row begins.
 
-    Columns are separated by what separates the names in the first line: commas, semicolons or tabs. A line `sep=;` before it, as
-    Excel has it, is left out. Decimal commas are points where no column that must be numbers has a point. A column without a name
-    is left out where it is the first, as that of row numbers which pandas writes, or empty.
+    Columns are separated by what separates the names in the first line: commas, semicolons or tabs. Decimal commas are points
+    where no column that must be numbers has a point. Columns without a name, as that of row numbers which pandas writes, are left
+    out.
     """
-    records, first, line = {}, 1, 1
+    records, line = {}, 1
     try:
         with open_file(path) as file:
             text = utf8_text(file.read(), path, newline="")
-        stated = _SEPARATOR_LINE.match(text)
-        if stated:
-            text, first, line = text[stated.end() :], 2, 2
-        separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
+        separator = max(",;\t", key=text.partition("\n")[0].count)
         reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
         for record in reader:
             records[line] = [from_cell(cell.strip()) for cell in record]
-            line = first + reader.line_num
+            line = 1 + reader.line_num
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read as CSV ({error}); correct it") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {RESULTS}") from error
-    header = records.pop(first, [])
+    header = records.pop(1, [])
     if not any(header):
         raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
     header = [_NAMES[name] if _NAMES.get(name, name) not in header else name for name in header]
     if twice := [name for name in header if name and header.count(name) > 1]:
-        raise UserError(f"{path}, line {first} names the column {twice[0]!r} twice; keep one")
+        raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
     records = {line: cells for line, cells in records.items() if any(cells)}
-    for line, cells in records.items():
-        if len(cells) != len(header):
+    for line, record in records.items():
+        if len(record) != len(header):
             raise UserError(
-                f"{path}, line {line} has {len(cells)} columns and the first line {len(header)}; correct it (a number has a "
+                f"{path}, line {line} has {len(record)} columns and the first line {len(header)}; correct it (a number has a "
                 "decimal point; a text with a comma stands in quotes)"
             )
-    for place in [place for place, name in enumerate(header) if not name][::-1]:
-        if place and (full := [line for line, cells in records.items() if cells[place]]):
-            raise UserError(
-                f"{path}, line {first}: column {place + 1} has no name, and a value in line {full[0]}; name it"
-            )
-        del header[place]
-        for cells in records.values():
-            del cells[place]
     cells = pd.DataFrame.from_dict(records, orient="index", columns=header, dtype="object")
+    cells = cells[[name for name in cells if name]]
     numbers = cells[[name for name in cells if _is_number(name)]]
     if numbers.map(_DECIMAL_POINT.fullmatch).notna().to_numpy().any():
         return cells
     return cells.map(lambda cell: cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell)
-
-
-def _check_means(rows: pd.DataFrame, note: Callable[[str], None]) -> None:
-    """Note where acc_mean is the mean neither of all tasks of a row nor of the seven; of some of these nothing can be said."""
-    tasks = [f"acc_{task}" for task in tasks_of(rows) if rows[f"acc_{task}"].notna().any()]
-    seven = [name for name in tasks if name in ACCURACIES]
-    if 0 < len(seven) < len(ZERO_SHOT_TASKS):
-        return
-    means = [rows[names].mean(axis=1, skipna=False) for names in (tasks, seven)]
-    apart = pd.concat([(rows["acc_mean"] - mean).abs() for mean in means], axis=1).min(axis=1) > _MEAN_ROUNDED
-    if apart.any():
-        line = apart.idxmax()
-        values = f"line {line}: {rows.loc[line, 'acc_mean']:g}, and {means[0][line]:.4g} by its tasks"
-        note(
-            f"acc_mean of {apart.sum()} of {len(rows)} rows is not the mean of their tasks ({values}); it is taken as it is"
-        )
 
 
 def _wrong(path: Location, line: object, column: str, what: str) -> UserError:
@@ -211,11 +159,11 @@ def _is_number(name: str) -> bool:
 
 
 def _values(path: Location, cells: pd.Series) -> pd.Series:
-    """A column in its type, None or NaN where a cell is empty; a column that we do not know is numbers if it can be."""
+    """Return a column in its type, None or NaN where a cell is empty; a column that we do not know is numbers if it can be."""
     name = str(cells.name)
     if name in TEXTS:
         return cells.where(cells != "", None).astype("str")
-    numeric = _is_number(name)
+    accuracy = name.startswith("acc_") and not name.endswith("_stderr")
     values: list[float | bool | None] = []
     for line, cell in cells.items():
         if name == "success":
@@ -226,15 +174,14 @@ def _values(path: Location, cells: pd.Series) -> pd.Series:
         try:
             value = math.nan if cell.lower() in _MISSING else float(cell)
         except ValueError:
-            if not numeric:
+            if not _is_number(name):
                 return cells.astype("str")
             raise _wrong(path, line, name, f"{cell!r} is not a number") from None
         if name in INTEGERS and not (math.isnan(value) or (value.is_integer() and abs(value) <= _LARGEST_WHOLE)):
             raise _wrong(path, line, name, f"{cell!r:.60} is not a whole number of up to {_LARGEST_WHOLE:,}")
         if math.isfinite(value) and abs(value) > _LARGEST:
             raise _wrong(path, line, name, f"{cell!r:.60} is beyond {_LARGEST:g}, which nothing here measures")
-        accuracy = name.startswith("acc_") and not name.endswith("_stderr") and math.isfinite(value)
-        if accuracy and not 0 <= value <= 1:
+        if accuracy and math.isfinite(value) and not 0 <= value <= 1:
             raise _wrong(path, line, name, f"{cell!r} is not from 0 to 1 (accuracies are fractions)")
         values.append(value)
     return pd.Series(values, cells.index, dtype="object" if name == "success" else "float64")
@@ -261,7 +208,7 @@ def _name_model(path: Location, rows: pd.DataFrame, model: str | None) -> None:
 
 def _name_methods(path: Location, rows: pd.DataFrame) -> int:
     """Fill method: its column, else the last method that output_dir names, else, where it names hyperparameters
-    alone, taylor, as in the first published grids; the number of these."""
+    alone, taylor, as in the first published grids. Return the number of these."""
     folders = rows["output_dir"].fillna("")
     rest = folders.str.replace(r"taylor_(seq_len|num_samples)", "", regex=True)
     methods = rows["method"].fillna(rest.str.extract(_METHOD, expand=False))
@@ -272,7 +219,7 @@ def _name_methods(path: Location, rows: pd.DataFrame) -> int:
 
 
 def _add_stderrs(rows: pd.DataFrame) -> bool:
-    """Binomial standard errors, where the file has no column for them; of 0 and 1 those of Wilson's interval. Returns whether
+    """Add binomial standard errors, where the file has no column for them; of 0 and 1 those of Wilson's interval. Return whether
     any were made."""
     made = False
     for task, items in TASK_ITEMS.items():
@@ -287,20 +234,13 @@ def _add_stderrs(rows: pd.DataFrame) -> bool:
     return made
 
 
-def _ask_ratio(rows: pd.DataFrame) -> bool:
-    """Fill pruning_ratio with what was asked and removed_fraction with what was measured; whether no row says either."""
+def _ask_ratio(rows: pd.DataFrame) -> None:
+    """Fill pruning_ratio with what was asked and removed_fraction with what was measured."""
     if "removed_fraction" not in rows:
         rows["removed_fraction"] = measured = rows["pruning_ratio"]
         usual = measured.round(2).mode().get(0, math.nan)
         short = (usual - measured).between(0, 0.02, inclusive="left")
         rows["pruning_ratio"] = measured.round(2).mask(short, usual)
-    usual = rows["pruning_ratio"].mode().get(0, PruningConfig.pruning_ratio)
-    unknown = len(rows) > 0 and bool(rows["pruning_ratio"].isna().all())
-    rows["pruning_ratio"] = rows["pruning_ratio"].fillna(usual)
-    return unknown
-
-
-def _check_status(path: Location, rows: pd.DataFrame) -> None:
-    for line, status, success in zip(rows.index, rows["status"], rows["success"], strict=True):
-        if status not in ("complete", "failed", "stopped_early") or (status == "complete") != success:
-            raise _wrong(path, line, "status", f"{status!r} does not go with success {success}")
+    rows["pruning_ratio"] = rows["pruning_ratio"].fillna(
+        rows["pruning_ratio"].mode().get(0, PruningConfig.pruning_ratio)
+    )

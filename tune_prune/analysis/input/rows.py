@@ -33,26 +33,12 @@ PUBLISHED_COLUMNS = (
 )
 VERSIONS = ("torch_version", "transformers_version")  # of what has measured a row
 _OWN = tuple(name for name in HYPERPARAMETERS if name not in PUBLISHED_COLUMNS)
-_OF_RECORD = (
-    "status",
-    "reason",
-    "failure",
-    "key",
-    "started_at",
-    "host",
-    "device_name",
-    *VERSIONS,
-    "method_code",
-)  # texts, as its fields
-COLUMNS = (
-    *PUBLISHED_COLUMNS,
-    *(*_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
-    *(*_OF_RECORD, "peak_memory_bytes", "cpus", "gpus"),
-)
-INTEGERS = (
-    *(name for name, row in HYPERPARAMETERS.items() if isinstance(row.kind, Whole)),
-    *("params_count", "extreme_pruning_layers", "peak_memory_bytes"),
-)
+# Texts, as the fields of a record.
+_OF_RECORD = ("status", "reason", "failure", "key", "started_at", "host", "device_name", *VERSIONS, "method_code")
+COLUMNS = (*PUBLISHED_COLUMNS, *_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES))
+COLUMNS += (*_OF_RECORD, "peak_memory_bytes", "cpus", "gpus")
+INTEGERS = tuple(name for name, row in HYPERPARAMETERS.items() if isinstance(row.kind, Whole))
+INTEGERS += ("params_count", "extreme_pruning_layers", "peak_memory_bytes")
 _LATER = {name: row.default for name, row in HYPERPARAMETERS.items() if row.later}  # of rows that do not have it
 _OWN_TEXTS = tuple(name for name in _OWN if HYPERPARAMETERS[name].kind.is_text)
 TEXTS = ("model", "method", "output_dir", *_OWN_TEXTS, *_OF_RECORD)
@@ -64,17 +50,18 @@ _FORMULA = re.compile("'*[=+@\t\r\n-]")
 
 
 def as_cell(value: Any) -> Any:
-    """A value as a CSV file has it: a text that a spreadsheet would calculate begins with an apostrophe. Numbers stay numbers."""
+    """Return a value as a CSV file has it: a text that a spreadsheet would calculate begins with an apostrophe. Numbers stay
+    numbers."""
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def from_cell(text: str) -> str:
-    """The text that `as_cell` has made harmless; any other as it is."""
+    """Return the text that `as_cell` has made harmless; any other as it is."""
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Location) -> pd.DataFrame:
-    """One row per record: COLUMNS, `<stage>_duration_s`, every other metric by name, and its `configuration` (`typed`).
+    """Return one row per record: COLUMNS, `<stage>_duration_s`, every other metric by name, and its `configuration` (`typed`).
 
     Accuracies are fractions, elapsed_time is in seconds, pruning_ratio is what was asked and removed_fraction what was
     removed. What a record does not know is NaN. `success` is true for complete trials only.
@@ -123,7 +110,8 @@ def typed(rows: pd.DataFrame, place: Callable[[Any], str] = "row {}".format) -> 
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
-    """The eligible rows (complete, with a finite acc_mean), best first, with `tokens` (`calibration_tokens`); they have a `name`.
+    """Return the eligible rows (complete, with a finite acc_mean), best first, with `tokens` (`calibration_tokens`); they have a
+    `name`.
 
     Selection rule "accuracy": highest acc_mean; then lower perplexity (unknown: last), then fewer tokens, then the name.
     """
@@ -141,7 +129,7 @@ def calibration_tokens(rows: pd.DataFrame) -> pd.Series:
 
 
 def best_first(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows by selection rule "accuracy" (`ranked`)."""
+    """Return the rows by selection rule "accuracy" (`ranked`)."""
     keys = pd.DataFrame({"accuracy": compared(rows["acc_mean"])}).join(rows[["ppl", "tokens", "name"]])
     return rows.loc[keys.sort_values(list(keys), ascending=[False, True, True, True]).index]
 
@@ -157,12 +145,12 @@ def without_draw(configuration: PruningConfig) -> PruningConfig:
 
 
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:
-    """Cells of a row by name, as plain data."""
+    """Return cells of a row by name, as plain data."""
     return {name: plain_value(row.get(name)) for name in names}
 
 
 def plain_value(value: Any) -> Any:
-    """A cell as plain data: None if missing, NumPy and pandas scalars as Python ones."""
+    """Return a cell as plain data: None if missing, NumPy and pandas scalars as Python ones."""
     if value is None or pd.isna(value):
         return None
     return value.item() if hasattr(value, "item") else value

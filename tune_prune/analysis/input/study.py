@@ -1,7 +1,7 @@
 """The input of an analysis: models, their trials and what is wrong with them, wherever it came from.
 
-`Study` is the only input of everything below it. It holds every row that was found, also those that are not eligible, and
-names each of these in a `Problem`. A `Message` is what a finding tells its reader, as data: render/ has its words.
+`Study` holds every row that was found, also those that are not eligible, and names each of these in a `Problem`. A `Message` is
+what a finding tells its reader, as data: render/ has its words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Message:
 
 
 def tasks_of(columns: Iterable[str]) -> list[str]:
-    """The tasks whose accuracies are among the columns of a frame."""
+    """Return the tasks whose accuracies are among the columns of a frame."""
     names = (name.removeprefix("acc_") for name in columns if name.startswith("acc_"))
     return [name for name in names if name != "mean" and not name.endswith("_stderr")]
 
@@ -128,8 +128,8 @@ class Study:
 
 
 def gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> pd.Series:
-    """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len; NaN
-    where its method reads none of it."""
+    """Return the seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its
+    seq_len; NaN where its method reads none of it."""
     label = (model.source or {}).get("label", model.label)  # as the search calls the model
     per_sample = {
         int(entry["seq_len"]): entry["duration_s"] / entry["num_samples"]
@@ -144,7 +144,8 @@ def gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Ma
 
 
 def measured_apart(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
-    """Columns that no trial has measured: `gradient_pass_s`; speed_up and retained_per_second, NaN where no speed was measured.
+    """Return columns that no trial has measured: `gradient_pass_s`; speed_up and retained_per_second, NaN where no speed was
+    measured.
 
     speed_up             seconds that the dense model takes for the request of the conditions (prompt and new tokens), over its own
     retained_per_second  accuracy retained, over the seconds of the request in units of the dense model's: 1 of the dense model

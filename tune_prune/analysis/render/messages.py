@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.analysis.cost import duration
-from tune_prune.analysis.statistics.findings import Message
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.tables.table import Column, Row, Table, missing
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.measures import wilson_interval
@@ -28,6 +28,7 @@ LANGUAGES = ("en", "zh")
 MISSING = "–"
 CATALOGUE = tomllib.loads((Path(__file__).parent / "templates" / "messages.toml").read_text(encoding="utf-8"))
 TRANSLATIONS = {"en": {}} | CATALOGUE.pop("translations")
+WORDS = {name: CATALOGUE.pop(name) for name in ("methods", "task_references", "captions")}  # in English alone
 _LISTED = 4  # names of a list that a sentence spells out
 _ROWS = ("method", "name", "config", "setting", "kind")
 _WORDS = {"dense": "original", "refit": "repair"}
@@ -36,7 +37,6 @@ _ACCURACIES = ("acc", "acc3")
 _FORMS = {
     "acc": ".4f",  # a fraction without its leading zero, as accuracies were published: .5980, -.7972, 1.0000
     "acc3": ".3f",
-    "auc": ".3f",  # as a fraction, also where accuracies are in percent
     "r": ".4f",  # a coefficient of correlation
     "p": ".3f",  # <.001 below
     "nats": ".3f",
@@ -50,7 +50,7 @@ _FORMS = {
 
 
 def format_message(message: Message, language: str = "en") -> str:
-    """The sentence of `message`. KeyError naming a kind, a language or a value that is not there."""
+    """Return the sentence of `message`. KeyError naming a kind, a language or a value that is not there."""
     if message.kind not in CATALOGUE:
         raise KeyError(f"no message of kind {message.kind!r}; add one to templates/messages.toml")
     return _Sentence(language).vformat(CATALOGUE[message.kind][language], (), message.values)
@@ -69,19 +69,19 @@ def translate(text: str, language: str = "en", **values: Any) -> str:
 def note_sentences(
     table: Table, language: str = "en", best: str = "Bold", columns: Sequence[Column] | None = None
 ) -> list[str]:
-    """The notes of a table, and what the marks in `columns` (None: all shown) mean; a renderer shows that of the best as `best`."""
+    """Return the notes of a table, and what the marks in `columns` (None: all shown) mean; a renderer shows that of the best as
+    `best`."""
     cells = [(column, row) for column in (table.shown if columns is None else columns) for row in table.rows]
-    notes = list(table.notes)
-    if any(column.is_best(row) for column, row in cells):
-        notes.append(Message("mark_best", {"mark": best, "meaning": Message(table.best)}))
-    if any(column.at_chance(row) for column, row in cells):
-        notes.append(Message("mark_at_chance"))
-    if any(column.of_one_draw(row) for column, row in cells):
-        notes.append(Message("mark_one_draw"))
-    if any(_interval(column, row) for column, row in cells):
-        notes.append(Message("mark_interval"))
-    if in_percent() and any(row.get("_format", column.format) in _ACCURACIES for column, row in cells):
-        notes.append(Message("mark_percent"))
+    marks = {
+        "best": Column.is_best,
+        "at_chance": Column.at_chance,
+        "one_draw": Column.of_one_draw,
+        "interval": _interval,
+        "percent": lambda column, row: in_percent() and row.get("_format", column.format) in _ACCURACIES,
+    }
+    meaning = {"mark": best, "meaning": Message(table.best)}  # of the best
+    shown = [name for name, marked in marks.items() if any(marked(column, row) for column, row in cells)]
+    notes = [*table.notes, *(Message(f"mark_{name}", meaning) for name in shown)]
     return [format_message(note, language) for note in notes]
 
 
@@ -119,8 +119,8 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
 
 
 def _text(key: str, value: str, language: str) -> str:
-    """A text of a row; of a hyperparameter as it stands in names: a calibration text by its file's name. Of some rows that are
-    no configuration files keep an older word (_WORDS)."""
+    """Return a text of a row; of a hyperparameter as it stands in names: a calibration text by its file's name. Of some rows that
+    are no configuration files keep an older word (_WORDS)."""
     if key in _ROWS and value in _WORDS:
         return label(_WORDS[value], language)
     return HYPERPARAMETERS[key].kind.short(value) if value and key in HYPERPARAMETERS else value
@@ -135,16 +135,16 @@ def _interval(column: Column, row: Row) -> tuple[float, float] | None:
 
 
 def names(items: Iterable[Any], language: str = "en", most: int = _LISTED) -> str:
-    """The first `most` of a list, and how many more there are."""
+    """Return the first `most` of a list, and how many more there are."""
     texts = [str(item) for item in items]
     if not texts:
         return MISSING
-    shown, left = (texts, 0) if len(texts) <= most + 1 else (texts[:most], len(texts) - most)
+    shown = texts if len(texts) <= most + 1 else texts[:most]
+    left = len(texts) - len(shown)
     if language == "zh":
         return "、".join(shown) + (f" 及另外 {left} 个" if left else "")
-    if left:
-        return f"{', '.join(shown)} and {left} more"
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    *first, last = [*shown, f"{left} more"] if left else shown
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 class _Sentence(string.Formatter):
@@ -163,13 +163,13 @@ class _Sentence(string.Formatter):
 
 
 def one_line(text: str, most: int = 120) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text, on one line."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def printed(value: Any, form: str) -> str:
-    """A number by one of _FORMS; an en dash where there is none, and no sign before one that is printed as zero."""
+    """Return a number by one of _FORMS; an en dash where there is none, and no sign before one that is printed as zero."""
     if missing(value):
         return MISSING
     if form == "duration":
@@ -187,7 +187,7 @@ def printed(value: Any, form: str) -> str:
         spec = ",.0f" if abs(value) >= 10_000 else ".0f"
     text = format(value, spec)
     text = text if text.strip("-0.,%") else text.removeprefix("-")
-    return re.sub(r"^(-?)0\.", r"\1.", text) if form in ("acc", "acc3", "auc", "r", "p") else text
+    return re.sub(r"^(-?)0\.", r"\1.", text) if form in ("acc", "acc3", "r", "p") else text
 
 
 def pm(value: Any, stderr: Any, form: str = "acc") -> str:

@@ -19,8 +19,9 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis import export, verdict
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.render import messages, templating
-from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables
 
@@ -40,8 +41,8 @@ def rank_plot(result: ModelFindings) -> dict[str, Any]:
     """
     rows, dense = result.eligible, result.model.baseline.get("acc_mean", math.nan)
     accuracy, stderr = (rows[name].to_numpy(float) for name in ("acc_mean", "acc_mean_stderr"))
-    lowest = np.nanmin([*(accuracy - np.nan_to_num(stderr)), dense])
-    highest = np.nanmax([*(accuracy + np.nan_to_num(stderr)), dense])
+    bars = np.nan_to_num(stderr)
+    lowest, highest = np.nanmin([*(accuracy - bars), dense]), np.nanmax([*(accuracy + bars), dense])
 
     def y(value: float) -> float | None:
         return round(100 * (highest - value) / ((highest - lowest) or 1), 1) if math.isfinite(value) else None
@@ -70,23 +71,11 @@ def rank_plot(result: ModelFindings) -> dict[str, Any]:
     return {"points": points, "ticks": ticks, "far": far, "dense": y(dense), "text": text}
 
 
-_CAPTIONS = {
-    "heatmap": "Accuracy by seq_len and num_samples, a panel for each method",
-    "methods": "Accuracy by method",
-    "seq_len": "Accuracy by seq_len",
-    "num_samples": "Accuracy by num_samples",
-    "ppl_accuracy": "Perplexity against accuracy",
-    "accuracy_cost": "Accuracy against cost; seconds are those of the machine that ran the trials, busy or not",
-    "accuracy_size": "Accuracy of the best configurations against the parameters kept",
-    "pareto": "Accuracy against size and speed",
-    "removal_divisor": "Accuracy by removal divisor",
-    "retention": "What the best configuration keeps of each layer",
-}
 _CSS_PIXELS_PER_DOT = 0.5  # figures are drawn at 200 dots per inch, twice a screen's
 
 
 def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] | None = None) -> str:
-    """The page's HTML, with those of `figures` that are PNGs, and by model the command to `keep` its best, pruned."""
+    """Return the page's HTML, with those of `figures` that are PNGs, and by model the command to `keep` its best, pruned."""
     style, script = ((templating.TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     models = findings.study.models.values()
     statuses = pd.concat([model.states for model in models])
@@ -103,12 +92,12 @@ def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] 
         script=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         findings=findings,
-        title=_title(list(findings.study.models)),
+        title=f"Best way to prune {messages.names(findings.study.models, most=2)}",
         close_calls=verdict.close_calls,
         tables=all_tables(findings),
         counts={"trials": len(statuses)} | {word: count for word, count in counts.items() if count},
         warnings=warnings,
-        shared_warnings=[text for text in first if others and all(text in own for own in others)],
+        shared_warnings=[text for text in first if others and all(text in texts for texts in others)],
         images=[_image(figure) for figure in figures if figure.suffix == ".png"],
         problems=trial_tables.problems(findings),
         problem_counts=trial_tables.problem_counts(problem for model in models for problem in model.problems),
@@ -122,20 +111,16 @@ def render(findings: Findings, figures: Sequence[Path], keep: Mapping[str, str] 
     )
 
 
-def _title(labels: Sequence[str]) -> str:
-    """Return what the page is of."""
-    return f"Best way to prune {messages.names(labels, most=2)}"
-
-
 def _image(path: Path) -> dict[str, Any]:
-    """A figure of the page; width and height in CSS pixels."""
+    """Return a figure of the page; width and height in CSS pixels."""
     content = path.read_bytes()
     width, height = struct.unpack(">II", content[16:24])  # of the IHDR chunk, which is the first of every PNG
-    figure = next((name for name in _CAPTIONS if path.stem == name or path.stem.startswith(f"{name}_")), None)
+    captions = messages.WORDS["captions"]
+    figure = next((name for name in captions if path.stem == name or path.stem.startswith(f"{name}_")), None)
     model = path.stem.removeprefix(figure).removeprefix("_") if figure else ""
     return {
         "uri": "data:image/png;base64," + base64.b64encode(content).decode(),
-        "caption": (_CAPTIONS[figure] if figure else path.stem.replace("_", " ")) + (f": {model}" if model else ""),
+        "caption": (captions[figure] if figure else path.stem.replace("_", " ")) + (f": {model}" if model else ""),
         "name": path.stem,
         "width": round(_CSS_PIXELS_PER_DOT * width),
         "height": round(_CSS_PIXELS_PER_DOT * height),

@@ -7,7 +7,6 @@ correlation where its interval leaves out zero. Elsewhere it says that the data 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pandas as pd
 
 from tune_prune.analysis.cost import passes
 from tune_prune.analysis.input.rows import VERSIONS
-from tune_prune.analysis.input.study import Model
+from tune_prune.analysis.render.messages import WORDS
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
 from tune_prune.analysis.statistics.effects import FACTORS, MIN_ROWS
 from tune_prune.analysis.statistics.findings import Findings
@@ -28,22 +27,6 @@ from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.kinds import texts_of
 from tune_prune.core.terminal import markdown
 
-_METHODS = {  # with keys of templates/references.bib, as pandoc reads them
-    "taylor": "taylor (first-order Taylor importance [@molchanov2019importance; @ma2023llmpruner])",
-    "layerwise": "layerwise (Taylor importance weighted by the loss increase without the whole layer, a removal test as in "
-    "[@men2024shortgpt; @song2024sleb])",
-    "blockwise": "blockwise (Taylor importance weighted by the loss increase without the attention or MLP block, compare "
-    "[@zhang2024finercut])",
-    "wanda_sp": "wanda_sp (absolute weights times the norms of their inputs [@an2024flap; @sun2024wanda])",
-    "flap": "flap (standardised variance of inputs times squared weights [@an2024flap])",
-    "fisher": "fisher (diagonal Fisher information of the weights [@lecun1989obd; @theis2018fisher])",
-    "gate_fisher": "gate_fisher (Fisher information of a factor in front of every group [@theis2018fisher])",
-    "kfac": "kfac (loss of removal with the other weights adapted, Optimal Brain Surgeon [@hassibi1993obs] by the curvature of "
-    "K-FAC [@martens2015kfac] as in [@vanderouderaa2024surgeon])",
-    "block_influence": "block_influence (whole layers by how little they turn the residual stream [@men2024shortgpt])",
-    "magnitude": "magnitude (mean absolute weight [@li2017pruning])",
-    "random": "random (control)",
-}
 _NAMED = {"method", "seq_len", "num_samples", "shape", "calibration"}  # in sentences of their own
 _ASKED = {"calibration", "data_dir", "dtype", "model", "protocol", "revision", "seed"}  # of a run
 _FILE = "text/wikitext2-raw.test.txt"  # of the user's data, whatever is in it
@@ -53,19 +36,10 @@ _TEXTS = {
     "unknown": f"the text in {_FILE}",
     "embedded": "the text embedded in tune_prune",
 }  # that perplexity is measured on
-_TASKS = {
-    "boolq": "clark2019boolq",
-    "piqa": "bisk2020piqa",
-    "hellaswag": "zellers2019hellaswag",
-    "winogrande": "sakaguchi2020winogrande",
-    "arc_easy": "clark2018arc",
-    "arc_challenge": "clark2018arc",
-    "openbookqa": "mihaylov2018openbookqa",
-}
 
 
 def paragraphs(findings: Findings) -> tuple[str, str]:
-    """The draft (Markdown, with references as `[@key]`), and a BibTeX file with what it refers to."""
+    """Return the draft (Markdown, with references as `[@key]`), and a BibTeX file with what it refers to."""
     table = statistics(findings)
     last = table.columns[-1].key  # stands for all
     totals = {row["statistic"]: row[last] for row in table.rows if not missing(row[last])}
@@ -75,7 +49,7 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
         totals=totals,
         setup=_setup(findings),
         metrics=ZERO_SHOT_METRIC,
-        task_references=_TASKS,
+        task_references=WORDS["task_references"],
         trend_message=trend_message,
         passes=passes,
         by_text=BY_TEXT,
@@ -90,17 +64,25 @@ def _setup(findings: Findings) -> dict[str, Any]:
     """Return what was searched and how it was measured, over all models."""
     models = [result.model for result in findings.models.values()]
     eligible = pd.concat([result.eligible for result in findings.models.values()])
-    sources = [source for model in models if (source := model.source) and set(source) >= _ASKED]
+    runs = [
+        (one, source)
+        for one in findings.models.values()
+        if (source := one.model.source) is not None and set(source) >= _ASKED
+    ]
+    sources = [source for _, source in runs]
+    embedded = [reads_embedded_data(source["model"], source["data_dir"]) for source in sources]
+    perplexity_texts = {  # WikiText-2 where that is known of their content
+        "embedded" if is_embedded else "wikitext2" if source["data_dir"] is None else one.model.text or "unknown"
+        for (one, source), is_embedded in zip(runs, embedded, strict=True)
+    }
     about = list(findings.study.experiments.values())
     tasks = [f"acc_{task}" for task in dict.fromkeys(task for model in models for task in model.tasks)]
-    runs = [(result.trials, source) for result in findings.models.values() if (source := result.model.source)]
-    runs = [(trials, source) for trials, source in runs if set(source) >= _ASKED]
-    texts = {text or source["calibration"] for trials, source in runs for text in trials["calibration"].fillna("")}
-    seeds = {int(seed) for trials, source in runs for seed in trials["seed"].fillna(source["seed"])}
+    texts = {text or source["calibration"] for one, source in runs for text in one.trials["calibration"].fillna("")}
+    seeds = {int(seed) for one, source in runs for seed in one.trials["seed"].fillna(source["seed"])}
     measured_by = {f"{name.removesuffix('_version')} {v}" for name in VERSIONS for v in eligible[name] if v}
     versions = {f"{name} {version}" for entry in about for name, version in entry.get("versions", {}).items()}
     return {
-        "embedded": [reads_embedded_data(source["model"], source["data_dir"]) for source in sources],
+        "embedded": embedded,
         "on_ray": [entry for entry in about if not (entry.get("settings") or {}).get("inline")],
         "adaptive": any(entry.get("search") == "optuna" for entry in about),
         "devices": sorted(set(eligible["device_name"]) - {""}),
@@ -116,7 +98,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "draws": any(result.draws for result in findings.models.values()),
         "bases": {result.basis for result in findings.models.values() if len(result.eligible) > 1},
         "removed": eligible["removed_fraction"].dropna(),
-        "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],
+        "methods": [WORDS["methods"].get(name) or markdown(name) for name in sorted(eligible["method"].unique())],
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
         "recipe": _recipe(findings),
@@ -124,29 +106,16 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "calibration": sorted({"+".join(Path(text).name for text in texts_of(one)) for one in texts}),
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted(map(str, seeds)),
-        "texts": _perplexity_texts(models),
+        "texts": [words for name, words in _TEXTS.items() if name in perplexity_texts],
         "windows": sorted({model.window for model in models if model.window}),
         "bounds": sorted({tokens for model in models if (tokens := model.tokens)}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
 
 
-def _perplexity_texts(models: Sequence[Model]) -> list[str]:
-    """Return what perplexity is measured on, in words: WikiText-2 where that is known of its content."""
-    names = set()
-    for model in models:
-        if (source := model.source) is None or not set(source) >= _ASKED:
-            continue
-        if reads_embedded_data(source["model"], source["data_dir"]):
-            names.add("embedded")
-        else:
-            names.add("wikitext2" if source["data_dir"] is None else model.text or "unknown")
-    return [words for name, words in _TEXTS.items() if name in names]
-
-
 def _recipe(findings: Findings) -> dict[str, list[Any]]:
-    """The other hyperparameters that were varied or are not at their default, by label, with their levels; those of a refit or a
-    recovery where there is one."""
+    """Return the other hyperparameters that were varied or are not at their default, by label, with their levels; those of a refit
+    or a recovery where there is one."""
     recipe: dict[str, list[Any]] = {}
     for name in FACTORS:
         row = HYPERPARAMETERS[name]
@@ -159,8 +128,9 @@ def _recipe(findings: Findings) -> dict[str, list[Any]]:
 
 def _reserved(eligible: pd.DataFrame) -> list[str]:
     """Return what a trial had for itself, as recorded: "4 CPUs and 1 GPU"; none where it is not known."""
+    amounts = eligible[["cpus", "gpus"]].dropna().drop_duplicates().sort_values(["gpus", "cpus"])
     texts = []
-    for cpus, gpus in eligible[["cpus", "gpus"]].dropna().drop_duplicates().sort_values(["gpus", "cpus"]).to_numpy():
-        amounts = [(cpus, "CPU"), (gpus, "GPU")]
-        texts.append(" and ".join(f"{n:g} {name}{'' if n == 1 else 's'}" for n, name in amounts if n))
+    for row in amounts.to_dict("records"):
+        named = [(row["cpus"], "CPU"), (row["gpus"], "GPU")]
+        texts.append(" and ".join(f"{n:g} {name}{'' if n == 1 else 's'}" for n, name in named if n))
     return texts

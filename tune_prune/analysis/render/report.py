@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.render.messages import LANGUAGES, note_sentences, printed
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.render.text import COLUMNS, fold, text_table, width
 from tune_prune.analysis.statistics.cross_fit import CrossFit
-from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.table import Table
 from tune_prune.analysis.tables.trial_tables import problem_counts
@@ -22,12 +23,12 @@ SHOWN_PROBLEMS = 5  # on the first screen; the appendix has all of them
 
 
 def report(findings: Findings, language: str = "en") -> str:
-    """The text of the report in "en" or "zh", of at most 100 columns. UserError for an unknown language."""
+    """Return the text of the report in "en" or "zh", of at most 100 columns. UserError for an unknown language."""
     if language not in LANGUAGES:
         raise UserError(f"the report's language is {language!r}; it must be one of {', '.join(LANGUAGES)}")
 
     def show(table: Table, notes: bool = True) -> str:
-        """The table, if it has rows, and its notes."""
+        """Return the table, if it has rows, and its notes."""
         sentences = " ".join(note_sentences(table, language, best="*") if notes else [])
         return (text_table(table, language) if table.rows else "") + (f"\n  {sentences}\n" if sentences else "")
 
@@ -58,7 +59,7 @@ def _shares(fit: CrossFit) -> list[str]:
 
 
 def _problems(result: ModelFindings) -> list[str]:
-    """The problems of each place, in the order in which they were found."""
+    """Return the problems of each place, in the order in which they were found."""
     by_place: dict[str, list[str]] = {}
     for problem in result.model.problems:
         by_place.setdefault(problem.where, []).append(problem.what)

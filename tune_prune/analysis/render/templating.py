@@ -16,7 +16,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def environment(language: str = "en") -> jinja2.Environment:
-    """A new environment over the package's templates, in which a name that is not there is an error.
+    """Return a new environment over the package's templates, in which a name that is not there is an error.
 
     Texts are escaped in .html.j2, and in .md.j2 by `markdown_environment`. Filters: acc (.5980), points, percent, int (thousands),
     number, ppl, p, each with an en dash for None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); `names`.

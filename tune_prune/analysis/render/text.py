@@ -26,7 +26,7 @@ class _Wrapper(textwrap.TextWrapper):
 
 
 def width(text: str) -> int:
-    """Columns that `text` takes on a screen (Unicode Standard Annex 11; ambiguous characters are narrow)."""
+    """Return the columns that `text` takes on a screen (Unicode Standard Annex 11; ambiguous characters are narrow)."""
     return len(_filled(text))
 
 
@@ -47,7 +47,8 @@ def fold(line: str, columns: int = COLUMNS) -> str:
 
 
 def text_table(table: Table, language: str = "en") -> str:
-    """The table as `text_columns` does it, without title and notes: numbers flush right, `*` behind the best and its ties."""
+    """Return the table as `text_columns` does it, without title and notes: numbers flush right, `*` behind the best and its
+    ties."""
     shown = table.shown
     rows = [[cell_text(column, row, language) for column in shown] for row in table.rows]
     for index, column in enumerate(shown):

@@ -79,7 +79,7 @@ class PairedScores:
 
 
 def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | None, Message | None]:
-    """The items of the rows, and a message if not every row has the same ones.
+    """Return the items of the rows, and a message if not every row has the same ones.
 
     Of several sets of items the one of most rows counts, of equally many that of the first row (`eligible`: best first).
     None if fewer than two rows share their items. UserError naming the trial if its items contradict its acc_mean.
@@ -246,7 +246,7 @@ def compare(
 
 
 def _parts(draws: int, *sizes: int) -> Iterator[slice]:
-    """The draws a part at a time, of which none of the `sizes` of a draw makes more than _CHUNK numbers."""
+    """Give the draws a part at a time, of which none of the `sizes` of a draw makes more than _CHUNK numbers."""
     size = max(1, min(_CHUNK // max(1, size) for size in sizes))
     return (slice(start, min(start + size, draws)) for start in range(0, draws, size))
 
@@ -289,7 +289,7 @@ def _p_values(accuracies: np.ndarray, errors: np.ndarray, stderr: Callable[[slic
 
 
 def _leaders(errors: np.ndarray) -> np.ndarray:
-    """The columns of the largest errors of each draw, the largest first."""
+    """Return the columns of the largest errors of each draw, the largest first."""
     count = min(_LEADERS[-1], errors.shape[1])
     largest = [np.argpartition(errors[part], -count, axis=1)[:, -count:] for part in _parts(*errors.shape)]
     columns = np.concatenate(largest)

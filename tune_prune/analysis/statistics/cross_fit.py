@@ -180,7 +180,7 @@ def cross_fit(
 
 
 def _deal(n: int, generator: np.random.Generator) -> np.ndarray:
-    """Which of n items are in which fold, 0 or 1 [REPEATS * FOLDS, n]; the folds of a repeat differ by one item at most."""
+    """Return which of n items are in which fold, 0 or 1 [REPEATS * FOLDS, n]; the folds of a repeat differ by one item at most."""
     fold = generator.permuted(np.tile(np.arange(n) % FOLDS, (REPEATS, 1)), axis=1)
     return (fold[:, None, :] == np.arange(FOLDS)[:, None]).reshape(-1, n).astype(np.float64)
 
@@ -204,7 +204,7 @@ def _over_draws(
 def _held_out(
     train_scores: Scores, held_scores: Scores, members: list[np.ndarray], weights: list[np.ndarray], pick: Pick
 ) -> tuple[float, np.ndarray]:
-    """The score of every item under what is chosen without its fold, averaged over items, tasks and repeats; the choices.
+    """Return the score of every item under what is chosen without its fold, averaged over items, tasks and repeats; the choices.
 
     Per task: scores [n, columns] to choose by and to be scored by, folds [splits, n], and how often each item counts [n].
     """

@@ -1,11 +1,8 @@
 """How far apart two trials are, item by item where both answered the same items, else by their standard errors.
 
 From it come what models lose with each other's best configurations (`transfer`), and what a refit or a training changes
-(`changes`): each configuration beside the same one without it, judged on text and on questions that it was not fitted to.
-Both are kept only where they are better on held-out samples of their own calibration text. That says nothing of other text, where a
-model that was fitted to little text, or to text of one kind, may have become worse. So it is said where KL(dense || pruned) has
-risen, on the perplexity text or on the tasks' questions, and where right choices have become less likely that are likelier to the
-dense model.
+(`changes`): each is kept where it is better on held-out samples of its own text, which says nothing of other text, so it is judged
+there: where KL(dense || pruned) has risen, and where right choices have become less likely that are likelier to the dense model.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.items import GOLD, TEXTS, gold_logprobs, kl_blocks, read_items
 from tune_prune.analysis.input.rows import plain_value, plain_values, without_draw
-from tune_prune.analysis.statistics.draws import DrawVariance, added, mean_of_draws
+from tune_prune.analysis.statistics.draws import mean_of_draws
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.measures import comparable
 
@@ -37,7 +33,7 @@ def few_items_variance(counts: Iterable[int]) -> float:
 
 
 def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:
-    """Difference in acc_mean of two trials on the same items and its standard error; None if the items differ.
+    """Return the difference in acc_mean of two trials on the same items and its standard error; None if the items differ.
 
     With d_i the difference of item i's scores and n_t the items of task t, of T tasks: mean_t mean_i d_i, and
     sqrt(sum_t var(d) / n_t) / T with the n_t - 1 variance, tasks being independent samples. NaN for a task of one item.
@@ -66,8 +62,9 @@ def paired_gap(first: pd.Series, second: pd.Series) -> tuple[float, float] | Non
 
 
 def paired_freedom(first: pd.Series, second: pd.Series) -> float:
-    """Degrees of freedom of the error of `paired_gap`, of the same items or blocks: blocks - 1; over tasks, each with items - 1,
-    those of a sum of variances (Satterthwaite, Biometrics Bulletin 1946). Infinite for an error of 0, NaN for one that is NaN."""
+    """Return the degrees of freedom of the error of `paired_gap`, of the same items or blocks: blocks - 1; over tasks, each with
+    items - 1, those of a sum of variances (Satterthwaite, Biometrics Bulletin 1946). Infinite for an error of 0, NaN for one that
+    is NaN."""
     if first.index.names[0] != "task":
         return len(first) - 1 or math.nan
     by_task = (first.astype("float64") - second).groupby(level="task")
@@ -77,62 +74,17 @@ def paired_freedom(first: pd.Series, second: pd.Series) -> float:
     return float(variances.sum()) ** 2 / squares if squares else math.inf
 
 
-def measure_gaps(
-    eligible: pd.DataFrame,
-    draws: Mapping[int, pd.DataFrame],
-    variances: Mapping[str, DrawVariance],
-    gold: Items = gold_logprobs,
-    control: Mapping[str, DrawVariance] = MappingProxyType({}),
-) -> pd.DataFrame:
-    """Return how far each row is from the best one in gold_logprob_mean (highest), kl_text and kl_tasks (lowest):
-    `<measure>_gap`, own minus that of the best, in nats, and `<measure>_gap_stderr`. Index: that of `eligible`. No columns for
-    what no row has.
-
-    Standard errors are of the differences on the same items or blocks, averaged over the `draws` of a row, where both have them,
-    and of the `variances` between draws (`control`: those of its rows); else of each one's own, which have both. `gold`:
-    `gold_logprobs`, or a GoldReader.
-    """
-    gaps = {}
-    for measure, sign in {GOLD: 1, **dict.fromkeys(TEXTS, -1)}.items():
-        values = sign * eligible[measure] if measure in eligible else pd.Series(dtype="float64")
-        if not np.isfinite(values).any():
-            continue
-        best = values.where(np.isfinite(values)).idxmax()
-        folders = {
-            row: draws[row]["output_dir"] if row in draws else [errors]
-            for row, errors in eligible["output_dir"].items()
-        }
-        blocks = {row: mean_observed(errors, measure, gold) for row, errors in folders.items()}
-        of_draws = added(eligible, variances.get(measure), control.get(measure)).fillna(0 * eligible[measure])
-        gaps[f"{measure}_gap"] = eligible[measure] - eligible.loc[best, measure]
-        errors = eligible.get(f"{measure}_stderr", pd.Series(math.nan, eligible.index))
-        gaps[f"{measure}_gap_stderr"] = pd.Series(
-            {row: 0.0 if row == best else _gap_stderr(errors, blocks, of_draws, row, best) for row in eligible.index}
-        )
-    return pd.DataFrame(gaps, eligible.index)
+def _observed(folders: Iterable[str], measure: str) -> pd.Series | None:
+    """Return a measure by item (GOLD) or block of text (TEXTS), averaged over trials of several draws, whose `folders` these are;
+    None where one has none, or others."""
+    return _mean([gold_logprobs(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders])
 
 
-def mean_observed(folders: Iterable[str], measure: str, gold: Items = gold_logprobs) -> pd.Series | None:
-    """A measure by item (GOLD) or block of text (TEXTS), averaged over trials of several draws, which `folders` are of; None
-    where one has none, or others."""
-    return mean_series([gold(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders])
-
-
-def mean_series(series: Sequence[pd.Series | None]) -> pd.Series | None:
-    """Their mean; None where one is not there, or of other items or blocks."""
+def _mean(series: Sequence[pd.Series | None]) -> pd.Series | None:
+    """Return the mean of several; None where one is not there, or of other items or blocks."""
     known = [blocks for blocks in series if blocks is not None]
     same = len(known) == len(series) and all(blocks.index.equals(known[0].index) for blocks in known)
     return sum(known[1:], known[0]) / len(known) if same else None
-
-
-def _gap_stderr(
-    errors: pd.Series, blocks: Mapping[Any, pd.Series | None], of_draws: pd.Series, row: Any, best: Any
-) -> float:
-    first, second = blocks[row], blocks[best]
-    paired = None if first is None or second is None else paired_gap(first, second)
-    if paired is None:
-        return math.hypot(errors[row], errors[best])
-    return float(math.sqrt(paired[1] ** 2 + of_draws[row] + of_draws[best]))
 
 
 @dataclass(frozen=True)
@@ -177,22 +129,21 @@ class Transfer:
 
 
 def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series], items: Items) -> Transfer:
-    """From the eligible rows of each model, the most accurate first, and its chosen one."""
+    """Return what models lose, from the eligible rows of each, the most accurate first, and its chosen one."""
     # of a configuration that is there twice the first row: the more accurate
     rows = {label: {_tried(row): row for _, row in of_model[::-1].iterrows()} for label, of_model in eligible.items()}
     # of a model that was trained what another was tried with that was not, and the other way round
     cut = {label: {config.untrained(): row for config, row in of_model.items()} for label, of_model in rows.items()}
     trained = {label for label, of_model in rows.items() if next(iter(of_model)).recovery != PruningConfig.recovery}
 
-    def loss(label: str, config: PruningConfig, own: pd.Series, other: str) -> dict[str, Any]:
-        if (label in trained) != (other in trained):
-            config = config.untrained()
-            row = cut[label].get(config)
-        else:
-            row = rows[label].get(config)
+    def loss(label: str, config: PruningConfig, best_row: pd.Series, other: str) -> dict[str, Any]:
+        alike = (label in trained) == (other in trained)
+        config = config if alike else config.untrained()
+        row = (rows if alike else cut)[label].get(config)
         if row is None:
             return {"config": config.name, "evaluated": False}
-        gap = Difference(0.0, 0.0, "paired") if row["name"] == own["name"] else difference(own, row, items)
+        same = row["name"] == best_row["name"]
+        gap = Difference(0.0, 0.0, "paired") if same else difference(best_row, row, items)
         return {
             "config": config.name,
             "name": row["name"],
@@ -204,39 +155,35 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         }
 
     losses = {
-        label: {other: loss(label, _tried(theirs), own, other) for other, theirs in best.items()}
-        for label, own in best.items()
+        label: {other: loss(label, _tried(theirs), best_row, other) for other, theirs in best.items()}
+        for label, best_row in best.items()
     }
-    if trained != set(rows):
-        eligible = {label: of_model for label, of_model in eligible.items() if label not in trained}
-        rows = {label: rows[label] for label in eligible}
-    shared = set.intersection(*(set(of_model) for of_model in rows.values()))
-    if not shared or len(rows) == 1:
+    compared = [label for label in rows if label not in trained] if trained != set(rows) else list(rows)
+    shared = set.intersection(*(set(rows[label]) for label in compared))
+    if not shared or len(compared) == 1:
         return Transfer(losses, {"config": None, "num_candidates": 0})
 
     def rank(config: PruningConfig) -> tuple[float, float, int, str]:
-        of_model = [of_model[config] for of_model in rows.values()]
-        ppl = sum(math.inf if pd.isna(row["ppl"]) else row["ppl"] for row in of_model)
+        of_config = [rows[label][config] for label in compared]
+        ppl = sum(math.inf if pd.isna(row["ppl"]) else row["ppl"] for row in of_config)
         tokens = config.seq_len * config.num_samples
-        return -comparable(math.fsum(row["acc_mean"] for row in of_model)), ppl, tokens, config.name
+        return -comparable(math.fsum(row["acc_mean"] for row in of_config)), ppl, tokens, config.name
 
     config = min(shared, key=rank)
-    models = {label: loss(label, config, of_model.iloc[0], label) for label, of_model in eligible.items()}
+    models = {label: loss(label, config, eligible[label].iloc[0], label) for label in compared}
     stderrs = [entry["acc_mean_stderr"] for entry in models.values()]
-    ratios = {float(of_model[config]["pruning_ratio"]) for of_model in rows.values()}
-    return Transfer(
-        losses,
-        {
-            "config": config.name,
-            **config.to_dict(),
-            "pruning_ratio": ratios.pop() if len(ratios) == 1 else None,
-            "num_candidates": len(shared),
-            "acc_mean": math.fsum(entry["acc_mean"] for entry in models.values()) / len(models),
-            # the models answer the same items, so their errors go together: an upper bound of the mean's
-            "acc_mean_stderr": None if None in stderrs else math.fsum(stderrs) / len(models),
-            "models": models,
-        },
-    )
+    ratios = {float(rows[label][config]["pruning_ratio"]) for label in compared}
+    best_for_all = {
+        "config": config.name,
+        **config.to_dict(),
+        "pruning_ratio": ratios.pop() if len(ratios) == 1 else None,
+        "num_candidates": len(shared),
+        "acc_mean": math.fsum(entry["acc_mean"] for entry in models.values()) / len(models),
+        # the models answer the same items, so their errors go together: an upper bound of the mean's
+        "acc_mean_stderr": None if None in stderrs else math.fsum(stderrs) / len(models),
+        "models": models,
+    }
+    return Transfer(losses, best_for_all)
 
 
 def _tried(row: Mapping[str, Any]) -> PruningConfig:
@@ -246,10 +193,12 @@ def _tried(row: Mapping[str, Any]) -> PruningConfig:
 
 # By the hyperparameter that switches it on: what it is called, and the metric of a trial that says how much of the error is left
 # on held-out samples of its own text.
-KINDS = {"compensation": ("refit", "refit_error"), "recovery": ("training", "recovery_error")}
+_KINDS = {"compensation": ("refit", "refit_error"), "recovery": ("training", "recovery_error")}
 LEVEL = 0.05
 JUDGED = (*TEXTS, GOLD)
 _OF_RUN = -1  # a draw whose seed is that of the run
+# Eligible configurations and, of those with several draws, their trials by index.
+WithDraws = tuple[pd.DataFrame, Mapping[int, pd.DataFrame]]
 
 
 @dataclass(frozen=True)
@@ -266,8 +215,8 @@ class Shift:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """`before`, `after`: rows of eligible configurations, with acc_mean, its error and ppl over the `draws` that both have.
-    `worse`: the measures that are significantly so."""
+    """A configuration without (`before`) and with (`after`) its refit or training: rows with acc_mean, its error and ppl over the
+    `draws` that both have."""
 
     kind: str  # "refit" or "training"
     before: pd.Series
@@ -277,36 +226,29 @@ class Change:
     gain_stderr: float
     shifts: Mapping[str, Shift]  # by measure: of JUDGED those that all its trials have
     own_text: float  # what is left of the error on held-out samples of its own text; NaN where it is not recorded
-    worse: tuple[str, ...] = ()
+    worse: tuple[str, ...] = ()  # the measures that are significantly so
 
 
-WithDraws = tuple[
-    pd.DataFrame, Mapping[int, pd.DataFrame]
-]  # eligible configurations; of several draws, their trials, by index
-
-
-def changes(
-    changed: WithDraws, untrained: WithDraws, dense_gold: float = math.nan, gold: Items = gold_logprobs
-) -> tuple[Change, ...]:
-    """Return the changes of the configurations in `own` with a refit and no training, or with a training, beside the same ones
-    without it in `untrained`, which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD
-    of the dense model; `gold`: `gold_logprobs`, or a GoldReader."""
-    return judged(list(_pairs(changed, untrained, dense_gold, gold)))
+def changes(changed: WithDraws, untrained: WithDraws, dense_gold: float = math.nan) -> tuple[Change, ...]:
+    """Return the changes of the configurations in `changed` with a refit and no training, or with a training, beside the same ones
+    without it in `untrained`, which are `changed` themselves where nothing is trained; the order is that of `changed`.
+    `dense_gold`: GOLD of the dense model."""
+    return judged(list(_pairs(changed, untrained, dense_gold)))
 
 
 def judged(all_changes: Sequence[Change]) -> tuple[Change, ...]:
     """Return the changes with what is `worse`: at a family-wise 5% (Holm 1979) over all measures of all of them."""
     tests = [(shift.p, i, name) for i, c in enumerate(all_changes) for name, shift in c.shifts.items()]
     tests = sorted(test for test in tests if math.isfinite(test[0]))
-    worse: dict[int, list[str]] = {}
+    worse = set()
     for rank, (p, index, name) in enumerate(tests):
         if p * (len(tests) - rank) > LEVEL:
             break
-        worse.setdefault(index, []).append(name)
-    return tuple(replace(c, worse=tuple(n for n in JUDGED if n in worse.get(i, ()))) for i, c in enumerate(all_changes))
+        worse.add((index, name))
+    return tuple(replace(c, worse=tuple(n for n in JUDGED if (i, n) in worse)) for i, c in enumerate(all_changes))
 
 
-def _pairs(changed: WithDraws, untrained: WithDraws, dense_gold: float, gold: Items) -> Iterator[Change]:
+def _pairs(changed: WithDraws, untrained: WithDraws, dense_gold: float) -> Iterator[Change]:
     without = {without_draw(config): place for place, config in untrained[0]["configuration"][::-1].items()}
     for place, row in changed[0].iterrows():
         config = without_draw(row["configuration"])
@@ -321,19 +263,20 @@ def _pairs(changed: WithDraws, untrained: WithDraws, dense_gold: float, gold: It
         if untrained[0].loc[other, "draw_share"] == 0:  # of no draw: it is what each of them is without
             first = first.loc[[_OF_RUN] * len(second)].set_index(second.index)
         both = first.index.intersection(second.index)
-        if len(both):
-            kind, metric = KINDS[switch]
-            before, after = first.loc[both], second.loc[both]
-            shifts = {name: shift for name in JUDGED if (shift := _shift(before, after, name, gold)) is not None}
-            if GOLD in shifts and shifts[GOLD].after >= dense_gold:  # nearer to the dense model, not worse
-                shifts[GOLD] = replace(shifts[GOLD], p=1.0)
-            own_text = float(after[metric].mean()) if metric in after else math.nan
-            pair = _over(untrained[0].loc[other], first, before), _over(row, second, after)
-            yield Change(kind, *pair, len(both), *_gain(before, after), shifts, own_text)
+        if not len(both):
+            continue
+        kind, metric = _KINDS[switch]
+        before, after = first.loc[both], second.loc[both]
+        shifts = {name: shift for name in JUDGED if (shift := _shift(before, after, name)) is not None}
+        if GOLD in shifts and shifts[GOLD].after >= dense_gold:  # nearer to the dense model, not worse
+            shifts[GOLD] = replace(shifts[GOLD], p=1.0)
+        own_text = float(after[metric].mean()) if metric in after else math.nan
+        pair = _over(untrained[0].loc[other], first, before), _over(row, second, after)
+        yield Change(kind, *pair, len(both), *_gain(before, after), shifts, own_text)
 
 
 def _over(configuration: pd.Series, draws: pd.DataFrame, some: pd.DataFrame) -> pd.Series:
-    """The row of a configuration with such draws, with what the table shows of it over `some` of them."""
+    """Return the row of a configuration with such draws, with what the table shows of it over `some` of them."""
     if len(some) == len(draws):
         return configuration
     shown = {name: mean_of_draws(some[name]) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
@@ -343,17 +286,21 @@ def _over(configuration: pd.Series, draws: pd.DataFrame, some: pd.DataFrame) -> 
 def _gain(before: pd.DataFrame, after: pd.DataFrame) -> tuple[float, float]:
     """Return the gain in acc_mean, in points, of trials of the same draws, and its error, which is made as that of `_shift`."""
     gaps = after["acc_mean"].to_numpy(np.float64) - before["acc_mean"].to_numpy(np.float64)
-    first, second = (mean_series([read_items(folder) for folder in part["output_dir"]]) for part in (before, after))
+    first, second = (_mean([read_items(folder) for folder in part["output_dir"]]) for part in (before, after))
     paired = None if first is None or second is None else paired_difference(second, first)
     if paired is not None and math.isfinite(paired[1]):
         of_items = paired[1] ** 2
     else:
         of_items = sum(float(part["acc_mean_stderr"].mean()) ** 2 for part in (before, after))
-    of_draws = float(gaps.var(ddof=1)) / len(gaps) if len(gaps) > 1 else 0.0
-    return 100 * float(gaps.mean()), 100 * math.sqrt(of_items + of_draws)
+    return 100 * float(gaps.mean()), 100 * math.sqrt(of_items + _draws_variance(gaps))
 
 
-def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> Shift | None:
+def _draws_variance(gaps: np.ndarray) -> float:
+    """Return what draws add to the variance of the mean of their differences."""
+    return float(gaps.var(ddof=1)) / len(gaps) if len(gaps) > 1 else 0.0
+
+
+def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str) -> Shift | None:
     """Return the shift of a measure between trials of the same draws, in their order. The error is that of the same items or
     blocks, averaged over draws, and, of several draws, of what their differences differ by; its degrees of freedom are those of
     both (Satterthwaite 1946)."""
@@ -364,23 +311,18 @@ def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items)
     gaps = after[measure].to_numpy(np.float64) - before[measure].to_numpy(np.float64)
     if not np.isfinite(gaps).all():
         return None
-    change, count = float(gaps.mean()), len(gaps)
-    of_items, items_freedom = _items_variance(before, after, measure, gold)
-    of_draws = float(gaps.var(ddof=1)) / count if count > 1 else 0.0
+    change, of_draws = float(gaps.mean()), _draws_variance(gaps)
+    first, second = (_observed(part["output_dir"], measure) for part in (before, after))
+    paired = None if first is None or second is None else paired_gap(second, first)
+    if paired is not None:
+        of_items, items_freedom = paired[1] ** 2, paired_freedom(second, first)
+    else:  # an error that is known by its size alone, of other items or blocks, is taken for one of many
+        errors = [part.get(f"{measure}_stderr") for part in (before, after)]
+        of_items = float(sum(math.nan if error is None else error.mean() ** 2 for error in errors))
+        items_freedom = math.inf
     stderr = math.sqrt(of_items + of_draws)
-    squares = of_items**2 / items_freedom + of_draws**2 / max(1, count - 1)
+    squares = of_items**2 / items_freedom + of_draws**2 / max(1, len(gaps) - 1)
     freedom = stderr**4 / squares if squares else math.inf
     worse = -change if measure == GOLD else change
     p = float(t.sf(worse / stderr, freedom)) if stderr > 0 else 1.0 if worse <= 0 else math.nan
     return Shift(float(before[measure].mean()), float(after[measure].mean()), change, stderr, p)
-
-
-def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> tuple[float, float]:
-    """Return the variance of the mean difference over draws, which share their items, and its degrees of freedom; those of an
-    error that is known by its size alone, of other items or blocks, are taken for many."""
-    first, second = (mean_observed(part["output_dir"], measure, gold) for part in (before, after))
-    paired = None if first is None or second is None else paired_gap(second, first)
-    if paired is not None:
-        return paired[1] ** 2, paired_freedom(second, first)
-    stderr = f"{measure}_stderr"
-    return float(sum(part[stderr].mean() ** 2 if stderr in part else math.nan for part in (before, after))), math.inf

@@ -77,7 +77,7 @@ class DrawItems:
         self._means: dict[str, pd.Series | None] = {}
 
     def add(self, folders: Sequence[str]) -> None:
-        """The draws of a configuration; the first stands for all."""
+        """Keep the draws of a configuration; the first stands for all."""
         self._folders[folders[0]] = folders
 
     def folders(self, folder: str) -> Sequence[str]:
@@ -103,7 +103,8 @@ class DrawItems:
 def configurations(
     trials: pd.DataFrame, rows: pd.DataFrame, seedless: Collection[str] = ()
 ) -> tuple[pd.DataFrame, dict[int, pd.DataFrame]]:
-    """A row for each configuration of the eligible `trials`, best first (`rows.best_first`), and the draws of those with several.
+    """Return a row for each configuration of the eligible `trials`, best first (`rows.best_first`), and the draws of those with
+    several.
 
     Of several draws metrics are means, perplexity the geometric one, standard errors the root of the mean square and whole
     numbers rounded; everything else, and the size, is that of the first draw (lowest seed), whose index the row has, and so have
@@ -178,7 +179,8 @@ def interactions(several: Mapping[int, pd.DataFrame], items: DrawItems) -> dict[
 def draw_variance(
     several: Mapping[int, pd.DataFrame], interactions: Mapping[int, Mapping[str, float]], columns: Sequence[str]
 ) -> DrawVariance | None:
-    """The variance between draws of the plain mean of these columns, which a draw moves together; None where no draws have them."""
+    """Return the variance between draws of the plain mean of these columns, which a draw moves together; None where no draws have
+    them."""
     parts = []
     for index, draws in several.items():
         scores = draws[columns].to_numpy("float64").mean(axis=1)
@@ -190,15 +192,15 @@ def draw_variance(
 
 
 def of_control(several: Mapping[int, pd.DataFrame], control: bool) -> dict[int, pd.DataFrame]:
-    """The draws of CONTROL, or those of all other methods."""
+    """Return the draws of CONTROL, or those of all other methods."""
     return {index: draws for index, draws in several.items() if (draws["method"].iloc[0] == CONTROL) is control}
 
 
 def shared(
     eligible: pd.DataFrame, between: DrawVariance | None, control: DrawVariance | None
 ) -> list[tuple[DrawVariance, pd.Series]]:
-    """Each variance between draws with the part of it that the mean of each row has. `control` is that of rows of CONTROL, and
-    `between` that of all others; of all rows where `control` is None, as nothing else is known."""
+    """Return each variance between draws with the part of it that the mean of each row has. `control` is that of rows of CONTROL,
+    and `between` that of all others; of all rows where `control` is None, as nothing else is known."""
     share, is_control = eligible["draw_share"], control is not None and eligible["method"] == CONTROL
     parts = [] if between is None else [(between, share if control is None else share.mask(is_control, 0.0))]
     return parts if control is None else [*parts, (control, share.where(is_control, 0.0))]
@@ -211,7 +213,7 @@ def moved_together(
     independent."""
     mean = draw_variance(several, interactions, columns)
     apart = [draw_variance(several, interactions, [column]) for column in columns]
-    return (0.0 if mean is None else mean.variance) - sum(own.variance for own in apart if own) / len(columns) ** 2
+    return (0.0 if mean is None else mean.variance) - sum(one.variance for one in apart if one) / len(columns) ** 2
 
 
 def draw_variances(
@@ -220,7 +222,7 @@ def draw_variances(
     """`draw_variance` of every metric that has a standard error, by its name."""
     columns = dict.fromkeys(column for draws in several.values() for column in draws if f"{column}{_STDERR}" in draws)
     by_column = {column: draw_variance(several, interactions, [column]) for column in columns}
-    return {column: own for column, own in by_column.items() if own is not None}
+    return {column: variance for column, variance in by_column.items() if variance is not None}
 
 
 def _by_task(draws: Sequence[pd.Series]) -> dict[str, np.ndarray]:
@@ -246,7 +248,7 @@ def pooled(parts: Sequence[tuple[np.ndarray, float]]) -> DrawVariance:
     freedoms = np.array([len(scores) - 1 for scores, _ in parts])
     equal = 10.0**-ACCURACY_DIGITS  # how sums were rounded is no spread
     squares = np.array([scores.var(ddof=1) if np.ptp(scores) > equal else 0.0 for scores, _ in parts])
-    interactions = np.array([own for _, own in parts])
+    interactions = np.array([interaction for _, interaction in parts])
     return DrawVariance(
         float(np.average(squares, weights=freedoms)),
         float(np.average(interactions, weights=freedoms)),
@@ -255,8 +257,8 @@ def pooled(parts: Sequence[tuple[np.ndarray, float]]) -> DrawVariance:
 
 
 def item_errors(eligible: pd.DataFrame, interactions: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
-    """The rows with standard errors over the items alone: those of scores that are averaged over draws. The mean of the draws'
-    variances over items is theirs and (1 - 1/D) times the interaction."""
+    """Return the rows with standard errors over the items alone: those of scores that are averaged over draws. The mean of the
+    draws' variances over items is theirs and (1 - 1/D) times the interaction."""
     eligible = eligible.copy()
     for index, by_column in interactions.items():
         less = 1 - 1 / float(eligible.loc[index, "draws"])
@@ -269,30 +271,30 @@ def item_errors(eligible: pd.DataFrame, interactions: Mapping[int, Mapping[str, 
 
 def added(eligible: pd.DataFrame, between: DrawVariance | None, control: DrawVariance | None) -> pd.Series:
     """[rows] What draws add to the variance of each mean (`shared`); NaN where nothing is known."""
-    parts = [own.variance * share for own, share in shared(eligible, between, control)]
+    parts = [one.variance * share for one, share in shared(eligible, between, control)]
     return sum(parts[1:], parts[0]) if parts else pd.Series(math.nan, eligible.index)
 
 
 def with_draw_errors(
     eligible: pd.DataFrame, variances: Mapping[str, DrawVariance], control: Mapping[str, DrawVariance]
 ) -> pd.DataFrame:
-    """The rows with standard errors over items and draws, and `draw_stderr`: the part of that of acc_mean that draws make, also
-    of a configuration with one draw, which has the pooled variance in full, unless its method reads no seed. NaN where nobody has
-    two draws."""
+    """Return the rows with standard errors over items and draws, and `draw_stderr`: the part of that of acc_mean that draws make,
+    also of a configuration with one draw, which has the pooled variance in full, unless its method reads no seed. NaN where nobody
+    has two draws."""
     of_draws = {
         column: np.sqrt(added(eligible, variances.get(column), control.get(column)))
         for column in dict.fromkeys(["acc_mean", *variances, *control])
     }
     both = {
-        f"{column}{_STDERR}": np.hypot(eligible[f"{column}{_STDERR}"].astype("float64"), own)
-        for column, own in of_draws.items()
-        if own.notna().any()
+        f"{column}{_STDERR}": np.hypot(eligible[f"{column}{_STDERR}"].astype("float64"), draw_error)
+        for column, draw_error in of_draws.items()
+        if draw_error.notna().any()
     }
     return eligible.assign(**both, draw_stderr=of_draws["acc_mean"])
 
 
 def left_out(draws: Sequence[np.ndarray], number: int) -> tuple[np.ndarray, np.ndarray]:
-    """The mean score of each item over all draws but one, and that draw's; of one draw both are its own."""
+    """Return the mean score of each item over all draws but one, and that draw's; of one draw both are its own."""
     held = draws[number % len(draws)]
     if len(draws) == 1:
         return held, held
@@ -306,8 +308,8 @@ def next_draws(
     between: DrawVariance | None,
     generator: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which configurations get another draw, and the chance of each to win: a race over draws, towards the highest mean score of
-    `most` draws of each.
+    """Return which configurations get another draw, and the chance of each to win: a race over draws, towards the highest mean
+    score of `most` draws of each.
 
     Items are fixed in it: what is still to come are draws, which move the mean of d of N draws by a variance of MS (1/d - 1/N),
     with MS their mean square on these items. So the chance of each configuration to win is simulated, and those that together

@@ -26,16 +26,15 @@ from tune_prune.core.records import MODEL_STAGES
 # Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
 FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
 NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, (Share, Whole)))
-_SWITCHES = tuple(dict.fromkeys(row.switch for row in RECIPE.values()))
 
 
 def varied(rows: pd.DataFrame) -> tuple[str, ...]:
-    """The factors with two levels or more among the rows."""
+    """Return the factors with two levels or more among the rows."""
     return tuple(factor for factor in FACTORS if factor in rows and rows[factor].nunique() > 1)
 
 
 def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
-    """The methods that read a factor, by all trials of a model, failed ones too. A grid holds a method once that does not.
+    """Return the methods that read a factor, by all trials of a model, failed ones too. A grid holds a method once that does not.
 
     Calibration samples are read by all but the methods that pruned without a stage of any statistic. Another factor is read by
     the methods that were tried at several levels or, where there is none, by all.
@@ -53,14 +52,15 @@ def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
 
 
 def reading(rows: pd.DataFrame, of_model: pd.DataFrame, factor: str) -> pd.Series:
-    """Which `rows` vary with a factor: of methods that read it (by all rows `of_model`), with the part of the recipe that does."""
+    """Return which `rows` vary with a factor: of methods that read it (by all rows `of_model`), with the part of the recipe that
+    does."""
     reads = rows["method"].isin(methods_reading(of_model, factor))
     part = HYPERPARAMETERS[factor].of
     return reads & (rows[part] != "none") if part else reads
 
 
 def levels_of(rows: pd.DataFrame, factor: str) -> np.ndarray:
-    """Its value of each row, as numbers: whole ones as such."""
+    """Return a factor's value of each row, as numbers: whole ones as such."""
     whole = isinstance(HYPERPARAMETERS[factor].kind, Whole)
     return rows[factor].to_numpy(np.int64 if whole else np.float64)
 
@@ -69,20 +69,18 @@ def grid_size(rows: pd.DataFrame) -> int:
     """Return how many configurations a full grid of the levels tried has; a method is in it once for each setting of what it
     reads."""
     reads = {name: methods_reading(rows, name) for name in FACTORS if name not in ("method", *RECIPE)}
-    each = sum(
+    size = sum(
         math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
         for method in rows["method"].unique()
     )
-    return each * math.prod(_levels(rows, switch) for switch in _SWITCHES if switch in rows)
-
-
-def _levels(rows: pd.DataFrame, switch: str) -> int:
-    """Return how many settings a grid has of that part of a recipe: what only it reads has its levels where it is not none."""
-    switched_on = rows[rows[switch] != "none"]
-    settings = [switch, *(name for name, row in RECIPE.items() if row.of == switch)]
-    return int((rows[switch] == "none").any()) + (
-        math.prod(switched_on[name].nunique() for name in settings) if len(switched_on) else 0
-    )
+    for switch in {row.switch for row in RECIPE.values()} & {
+        *rows
+    }:  # what only it reads has its levels where it is not none
+        switched_on = rows[rows[switch] != "none"]
+        settings = [switch, *(name for name, row in RECIPE.items() if row.of == switch)]
+        levels = math.prod(switched_on[name].nunique() for name in settings) if len(switched_on) else 0
+        size *= levels + bool((rows[switch] == "none").any())
+    return size
 
 
 # What accuracy is correlated with
@@ -91,9 +89,8 @@ _COLUMNS = (
     *("grad_max_ratio", "grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "removed_fraction"),
 )
 
-MIN_ROWS = (
-    10  # of a handful of points nearly any two measures correlate: of 4 random ones |r| is above .95 in one of 20
-)
+# Of a handful of points nearly any two measures correlate: of 4 random ones |r| is above .95 in one of 20.
+MIN_ROWS = 10
 # PED-ANOVA. Simulated searches of 20 of 297 configurations, one factor with a large effect and two with none: it puts that
 # factor first in 86% (method) and 100% (seq_len) of them; with Optuna's default of a tenth in 20% and 92%, with half as many
 # trials in 59% and 98%.
@@ -132,7 +129,7 @@ class Correlation:
 
 
 def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
-    """Accuracy of each method, highest mean first.
+    """Return the accuracy of each method, highest mean first.
 
     Index: method; columns: n, mean, std (n - 1; NaN for one row), std_n (divides by n, as the published tables), min,
     median, max, best (name of the configuration).
@@ -146,13 +143,13 @@ def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
 
 
 def level_table(eligible: pd.DataFrame, factor: str) -> pd.DataFrame:
-    """Accuracy at each level of `factor`, lowest level first, over all settings of the other hyperparameters.
+    """Return the accuracy at each level of `factor`, lowest level first, over all settings of the other hyperparameters.
 
     Index: level; columns: n, mean, std (n - 1), stderr (std / sqrt(n); how far levels differ is what `trend` tells), min, max.
     """
     rows = eligible.assign(**{factor: levels_of(eligible, factor)})
-    table = rows.groupby(factor)["acc_mean"].agg(["count", "mean", "std", "sem", "min", "max"])
-    return table.rename(columns={"count": "n", "sem": "stderr"})
+    kinds = {"n": "count", "mean": "mean", "std": "std", "stderr": "sem", "min": "min", "max": "max"}
+    return rows.groupby(factor)["acc_mean"].agg(**kinds)
 
 
 def trend(eligible: pd.DataFrame, factor: str) -> Trend:
@@ -194,7 +191,7 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
 
 
 def _level_means(rows: pd.DataFrame, factor: str, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Means at `levels`, their covariance (NaN: unknown), and p of the hypothesis that all are equal."""
+    """Return the means at `levels`, their covariance (NaN: unknown), and p of the hypothesis that all are equal."""
     from scipy.stats import chi2
     from statsmodels.regression.linear_model import OLS
 
@@ -274,7 +271,7 @@ def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
 
 
 def importance(eligible: pd.DataFrame, anova_table: pd.DataFrame | None) -> dict[str, float]:
-    """The share of accuracy's variation that each factor answers for, largest first.
+    """Return the share of accuracy's variation that each factor answers for, largest first.
 
     Of an analysis of variance: a main effect's share and half the share of each two-way interaction that the factor is in. These
     are Shapley effects (Owen 2014, "Sobol' indices and Shapley value"), which divide an interaction equally among its factors; they
@@ -343,6 +340,8 @@ def correlations(eligible: pd.DataFrame) -> tuple[Correlation, ...]:
 
 
 def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
+    from scipy.stats import kendalltau
+
     data = rows[[column, "acc_mean"]].astype("float64").set_axis(["value", "acc"], axis="columns")
     n = len(data)
     if bad := int(n - np.isfinite(data["value"]).sum()):
@@ -353,7 +352,7 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
         if _is_constant(values):
             return Correlation(column, n, reason=Message("constant", {"column": name}))
     r, low, high = _pearson(data)
-    tau = _kendall(data)
+    tau = float(kendalltau(data["value"].to_numpy(), compared(data["acc"]).to_numpy()).statistic)
     texts = rows.get("calibration", pd.Series("", rows.index)).fillna("").to_numpy()  # "": the run's
     passes = data.groupby([*(rows[name].to_numpy("int64") for name in CALIBRATION), texts])
     within = passes["value"].max() - passes["value"].min()
@@ -368,12 +367,6 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
 
 def _is_constant(values: pd.Series) -> bool:
     return bool(np.ptp(values) <= _ROUNDING * np.abs(values).max())
-
-
-def _kendall(data: pd.DataFrame) -> float:
-    from scipy.stats import kendalltau
-
-    return float(kendalltau(data["value"].to_numpy(), compared(data["acc"]).to_numpy()).statistic)
 
 
 def _pearson(data: pd.DataFrame) -> tuple[float, float, float]:
@@ -391,7 +384,7 @@ _ROUNDING_POINTS = 1e-6  # points
 def method_pairs(
     trials: pd.DataFrame, eligible: pd.DataFrame, comparison: Comparison, generator: np.random.Generator
 ) -> pd.DataFrame:
-    """The mean difference in acc_mean of every two methods over the configurations that both completed.
+    """Return the mean difference in acc_mean of every two methods over the configurations that both completed.
 
     Two configurations are a pair where they agree in all hyperparameters that both methods read. Index: first and second, the
     method that is higher over the pairs first (one that has failed where it is hard may have the higher mean over all its own);
@@ -416,26 +409,24 @@ def method_pairs(
         common = [factor for factor, methods in reads.items() if methods.issuperset(names)]
         sides = (rows.loc[rows["method"] == name, common].rename_axis("row").reset_index() for name in names)
         matched = pd.merge(*sides, on=common) if common else pd.merge(*sides, how="cross")
-        pair = {"first": names[0], "second": names[1]} | dict.fromkeys(PAIR_COLUMNS, math.nan) | {"n": len(matched)}
-        pairs.append(pair)
-        first, second = (matched[row].to_numpy(np.int64) for row in ("row_x", "row_y"))
-        matches.append((first, second))
-        sides = (np.bincount(side, minlength=len(rows)) / max(1, len(matched)) for side in (first, second))
-        weights.append(tuple(sides))
+        positions = [matched[row].to_numpy(np.int64) for row in ("row_x", "row_y")]
+        pairs.append(
+            {"first": names[0], "second": names[1]} | dict.fromkeys(PAIR_COLUMNS, math.nan) | {"n": len(matched)}
+        )
+        matches.append(positions)
+        weights.append([np.bincount(side, minlength=len(rows)) / max(1, len(matched)) for side in positions])
     paired = comparison.basis == "paired"
     variances = comparison.variances_of([one - other for one, other in weights]) if paired else []
-    errors = []
-    for index, (pair, (first, second)) in enumerate(zip(pairs, matches, strict=True)):
+    errors = np.full((len(comparison.errors), len(pairs)), np.nan)
+    for index, (pair, (first, second), (one, other)) in enumerate(zip(pairs, matches, weights, strict=True)):
         if not len(first) or not np.isfinite(item_stderrs[[*first, *second]]).all():
-            errors.append(np.full(len(comparison.errors), np.nan))
             continue
-        draw_variance = float(np.square(weights[index][0] - weights[index][1]) @ comparison.draw_variances)
+        draw_variance = float(np.square(one - other) @ comparison.draw_variances)
         if paired:
-            item_variance = variances[index]
-            item_errors = comparison.errors @ (weights[index][0] - weights[index][1])
+            item_variance, item_errors = variances[index], comparison.errors @ (one - other)
         else:  # the items of a method's configurations are the same, so their errors do not average out
-            item_variance = sum(float(item_stderrs @ part) ** 2 for part in weights[index]) + draw_variance
-            item_errors = generator.standard_normal(len(comparison.errors)) * math.sqrt(item_variance)
+            item_variance = sum(float(item_stderrs @ part) ** 2 for part in (one, other)) + draw_variance
+            item_errors = generator.standard_normal(len(errors)) * math.sqrt(item_variance)
         gaps = pd.Series(accuracy[first] - accuracy[second])
         # One configuration may stand in several pairs: what counts are those of a side, of the side with the larger spread
         means = [gaps.groupby(side).mean() for side in (first, second)]
@@ -443,16 +434,14 @@ def method_pairs(
         if comparable(gaps.mean()) < 0:
             pair |= {"first": pair["second"], "second": pair["first"]}
         pair["points"] = 100 * abs(gaps.mean())
-        if not spreads:  # what another setting would change is not known
-            errors.append(np.full(len(comparison.errors), np.nan))
-            continue
-        spread, freedom = max(spreads)
-        spread = max(0.0, spread - draw_variance)
-        pair["stderr_points"] = 100 * math.sqrt(max(0.0, item_variance) + spread)
-        errors.append(100 * (item_errors + math.sqrt(spread) * generator.standard_t(freedom, len(item_errors))))
+        if spreads:  # else what another setting would change is not known
+            spread, freedom = max(spreads)
+            spread = max(0.0, spread - draw_variance)
+            pair["stderr_points"] = 100 * math.sqrt(max(0.0, item_variance) + spread)
+            errors[:, index] = 100 * (item_errors + math.sqrt(spread) * generator.standard_t(freedom, len(errors)))
     table = pd.DataFrame(pairs, columns=["first", "second", *PAIR_COLUMNS])
     if pairs:
-        table["p_value"] = _corrected(table["points"].to_numpy(), np.column_stack(errors))
+        table["p_value"] = _corrected(table["points"].to_numpy(), errors)
     return table.set_index(["first", "second"])
 
 

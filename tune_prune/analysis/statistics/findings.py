@@ -1,9 +1,8 @@
 """The findings of a study: everything that a search prints at its end and that tables, figures and reports print.
 
-`find` chooses the best configuration of each model; the rest is computed when it is asked for, once, so that a search's end
-does not pay for what only a report prints. Accuracies and their standard errors are fractions, differences are percentage
-points. Tables are data frames; what a column holds is said where it is declared. A value that cannot be computed is None or
-NaN and its reason stands beside it as a `Message`.
+`find` chooses the best configuration of each model; the rest is computed when it is asked for, once. Accuracies and their standard
+errors are fractions, differences are percentage points. A value that cannot be computed is None or NaN and its reason stands
+beside it as a `Message`.
 """
 
 from __future__ import annotations
@@ -19,46 +18,22 @@ import pandas as pd
 
 from tune_prune.analysis.input.items import (
     GOLD,
-    GoldReader,
     ItemReader,
     certain_sizes,
     dense_folder,
-    discrimination,
     guessing,
-    informative_mean,
     rows_with_wilson_errors,
     sizes_of,
-    with_gold_logprobs,
     with_wilson_errors,
 )
 from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, plain_value, ranked, without_draw
 from tune_prune.analysis.input.study import Message, Model, Study, measured_apart
-from tune_prune.analysis.statistics import draws, effects
+from tune_prune.analysis.statistics import differences, draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
-from tune_prune.analysis.statistics.differences import (
-    JUDGED,
-    Change,
-    Difference,
-    Transfer,
-    changes,
-    difference,
-    measure_gaps,
-    transfer,
-)
+from tune_prune.analysis.statistics.differences import JUDGED, Change, Difference, Transfer, difference
 from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
-from tune_prune.analysis.statistics.effects import (
-    NUMERIC,
-    Correlation,
-    Trend,
-    grid_size,
-    levels_of,
-    method_pairs,
-    methods_reading,
-    reading,
-    varied,
-)
-from tune_prune.analysis.statistics.fidelities import Fidelity, fidelities
+from tune_prune.analysis.statistics.effects import NUMERIC, Correlation, Trend, levels_of, methods_reading, varied
 from tune_prune.analysis.statistics.rules import NEEDS, RULES, WITHIN, none_within
 from tune_prune.core.config import TASK_ITEMS
 from tune_prune.core.errors import UserError, did_you_mean
@@ -100,7 +75,7 @@ class ModelFindings:
         return self.named((self.chosen[self.rule] or self.chosen["accuracy"])[0])
 
     def named(self, name: str) -> pd.Series:
-        """The eligible row of a configuration."""
+        """Return the eligible row of a configuration."""
         return self.eligible[self.eligible["name"] == name].iloc[0]
 
     @cached_property
@@ -111,7 +86,7 @@ class ModelFindings:
 
     @property
     def draw_variance(self) -> DrawVariance | None:
-        """Return the variance between draws of acc_mean; None where no configuration has several draws."""
+        """The variance between draws of acc_mean; None where no configuration has several draws."""
         return self.draw_variances.get("acc_mean")
 
     @property
@@ -123,12 +98,12 @@ class ModelFindings:
     def tied(self) -> list[str]:
         """Names of the most accurate and of those that were compared with it and are statistically tied with it (95%). One of
         unknown error was not compared: it is neither among them nor in `ruled_out`."""
-        first = self.eligible["name"].iloc[0]
-        return [first, *(name for name in self.eligible["name"] if name in self.marked and name != first)]
+        first, *others = self.eligible["name"]
+        return [first, *(name for name in others if name in self.marked)]
 
     @cached_property
     def marked(self) -> set[str]:
-        """Return the names of `tied` that tables and figures mark: none where the most accurate is itself of unknown error."""
+        """Names of `tied` that tables and figures mark: none where the most accurate is itself of unknown error."""
         p_value = self.eligible["p_value"]
         return set() if math.isnan(p_value.iloc[0]) else set(self.eligible.loc[p_value > 0.05, "name"])
 
@@ -139,7 +114,7 @@ class ModelFindings:
 
     @property
     def compared(self) -> int:
-        """Return how many others were compared with the most accurate: those of known error, none where its own is unknown."""
+        """Count of the others that were compared with the most accurate: those of known error, none where its own is unknown."""
         p_value = self.eligible["p_value"]
         return 0 if math.isnan(p_value.iloc[0]) else int(p_value.count()) - 1
 
@@ -147,15 +122,14 @@ class ModelFindings:
     def edges(self) -> list[tuple[str, float, str]]:
         """(factor, value, "lower" or "upper") where the best's value is the smallest or largest tried."""
         rows, best, edges = self.model.rows, self.best.to_frame().T, []
-        for factor in (factor for factor in NUMERIC if factor in varied(rows) and reading(best, rows, factor).all()):
-            levels, value = levels_of(rows[reading(rows, rows, factor)], factor), levels_of(best, factor).item()
-            low, high = levels.min(), levels.max()
-            if low < high and value in (low, high):
-                edges.append((factor, value, "lower" if value == low else "upper"))
+        for factor in (name for name in NUMERIC if name in varied(rows) and effects.reading(best, rows, name).all()):
+            levels, value = levels_of(rows[effects.reading(rows, rows, factor)], factor), levels_of(best, factor).item()
+            if levels.min() < levels.max() and value in (levels.min(), levels.max()):
+                edges.append((factor, value, "lower" if value == levels.min() else "upper"))
         return edges
 
     def _beyond(self, factor: str, value: float, side: str) -> float | None:
-        """Twice or half a value at the edge of what was tried; None where a hyperparameter cannot have it."""
+        """Return twice or half a value at the edge of what was tried; None where a hyperparameter cannot have it."""
         kind, model = HYPERPARAMETERS[factor].kind, self.model
         value_beyond = 2 * value if side == "upper" else value / 2
         if isinstance(kind, Whole):
@@ -174,8 +148,8 @@ class ModelFindings:
         return Message("step_tasks") if rule is None else Message("step_rule", {"rule": rule})
 
     def reading(self, *factors: str) -> pd.DataFrame:
-        """The eligible rows that vary with each of these factors (`effects.reading`)."""
-        reads = [reading(self.eligible, self.model.rows, factor) for factor in factors]
+        """Return the eligible rows that vary with each of these factors (`effects.reading`)."""
+        reads = [effects.reading(self.eligible, self.model.rows, factor) for factor in factors]
         return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
 
     @cached_property
@@ -207,24 +181,25 @@ class ModelFindings:
     def method_pairs(self) -> pd.DataFrame:
         """`effects.method_pairs`: index first, second; columns n, points, stderr_points, p_value (corrected for all pairs)."""
         generator = np.random.default_rng(seed_for(self.seed, f"methods of {self.model.label}"))
-        return method_pairs(self.model.rows, self.eligible, self.comparison, generator)
+        return effects.method_pairs(self.model.rows, self.eligible, self.comparison, generator)
 
     @cached_property
     def levels(self) -> Mapping[str, pd.DataFrame]:
-        """Hyperparameter that a method reads -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
+        """`effects.level_table` of each hyperparameter that a method reads."""
         shown = [factor for factor in NUMERIC if factor in CALIBRATION or factor in varied(self.eligible)]
         return {factor: effects.level_table(rows, factor) for factor in shown if len(rows := self.reading(factor))}
 
     @cached_property
     def trends(self) -> Mapping[str, Trend]:
-        """Return the trend of each hyperparameter with two levels or more."""
+        """The trend of each hyperparameter with two levels or more."""
         rows = {factor: self.reading(factor) for factor in NUMERIC}
-        return {factor: effects.trend(own, factor) for factor, own in rows.items() if own[factor].nunique() > 1}
+        return {
+            name: effects.trend(of_factor, name) for name, of_factor in rows.items() if of_factor[name].nunique() > 1
+        }
 
     @cached_property
     def effects(self) -> pd.DataFrame | None:
-        """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:seq_len", ...,
-        "residual"); columns df, sum_sq, share, F, p."""
+        """`effects.anova`, where the eligible trials are a full grid."""
         return effects.anova(self.reading(*varied(self.model.rows)))
 
     @cached_property
@@ -256,57 +231,44 @@ class ModelFindings:
 
     @cached_property
     def guessing(self) -> pd.DataFrame:
-        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold; and `items.discrimination`
-        of the dense model: auc, p (NaN where its items were not kept)."""
+        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold."""
         model, sizes = self.model, None
         if model.kind == "published":
             sizes = TASK_ITEMS if model.binomial else sizes_of(self.trials, model.tasks)
-        table = guessing(model.tasks, self.best["output_dir"], model.source, sizes)
-        return table.join(discrimination(dense_folder(model)))
+        return guessing(model.tasks, self.best["output_dir"], model.source, sizes)
 
     @cached_property
     def uninformative(self) -> list[str]:
-        """Tasks that tell nothing of the dense model: its accuracy may come from guessing, or its log-likelihoods do not tell right
-        choices from wrong ones (an AUC that is not above .5, 95%)."""
-        dense, p = self.model.baseline, self.guessing["p"]
-        return [t for t in self.model.tasks if self.at_chance(dense.get(f"acc_{t}"), t) or p[t] >= 0.05]
+        """The tasks that tell nothing of the dense model: its accuracy may come from guessing."""
+        return [task for task in self.model.tasks if self.at_chance(self.model.baseline.get(f"acc_{task}"), task)]
 
     def informative(self, row: Mapping[str, Any]) -> tuple[float, float]:
-        """acc_mean of a row, and its standard error, without the uninformative tasks; NaN where there are none, or no others."""
+        """Return acc_mean of a row, and its standard error, without the uninformative tasks; NaN where there are none, or no
+        others, and what is not known."""
         tasks = [task for task in self.tasks.index[:-1] if self.uninformative and task not in self.uninformative]
+        if not tasks:
+            return math.nan, math.nan
         columns = [f"acc_{task}" for task in tasks]
         several = draws.of_control(self.draws, bool(self.control_variances) and row.get("method") == CONTROL)
-        together = draws.moved_together(several, self.interactions, columns) if tasks and several else 0.0
-        return informative_mean(row, tasks, together * row.get("draw_share", 0.0))
-
-    @cached_property
-    def measure_gaps(self) -> pd.DataFrame:
-        """`differences.measure_gaps`."""
-        return measure_gaps(self.eligible, self.draws, self.draw_variances, self._gold, self.control_variances)
-
-    @cached_property
-    def _gold(self) -> GoldReader:
-        return GoldReader()
-
-    @cached_property
-    def fidelities(self) -> tuple[Fidelity, ...]:
-        """`fidelities.fidelities`: what each cheaper look at a trial tells of its final accuracy."""
-        _ = self.measure_gaps  # which reads the items of all trials, too, and only once together
-        return fidelities(self.trials, self._gold.slices)
+        together = draws.moved_together(several, self.interactions, columns) if several else 0.0
+        accuracies = np.array([row.get(column, math.nan) for column in columns], dtype=np.float64)
+        errors = np.array([row.get(f"{column}_stderr", math.nan) for column in columns], dtype=np.float64)
+        variance = np.square(errors).sum() / len(tasks) ** 2 + together * row.get("draw_share", 0.0)
+        return float(accuracies.mean()), float(np.sqrt(np.maximum(0.0, variance)))
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """`differences.changes`: what the refit of these does or, where they are trained, the training."""
         of = self.untrained if self.model.trained else self
         dense = self.model.baseline.get(GOLD, math.nan)
-        return () if of is None else changes((self.eligible, self.draws), (of.eligible, of.draws), dense, self._gold)
+        return () if of is None else differences.changes((self.eligible, self.draws), (of.eligible, of.draws), dense)
 
     def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
         """Return whether an accuracy may come from guessing; what is not known does not."""
         return accuracy is not None and bool(accuracy < self.guessing.loc[task, "threshold"])
 
     def retained(self, accuracy: Any, task: str = "mean") -> float | None:
-        """`accuracy` over the dense model's; None where that is not known, or may itself come from guessing."""
+        """Return `accuracy` over the dense model's; None where that is not known, or may itself come from guessing."""
         dense = self.model.baseline.get(f"acc_{task}", math.nan)
         known = accuracy is not None and dense > 0 and not self.at_chance(dense, task)
         return float(accuracy / dense) if known else None
@@ -328,7 +290,7 @@ class ModelFindings:
 
     @cached_property
     def warnings(self) -> tuple[Message, ...]:
-        """Return what a reader must know before believing the decision; the gravest first."""
+        """What a reader must know before believing the decision; the gravest first."""
         return tuple(self._warnings())
 
     def _warnings(self) -> Iterator[Message]:
@@ -344,9 +306,8 @@ class ModelFindings:
         elif self.at_chance(self.best["acc_mean"]):
             yield Message("best_at_chance", {"acc": self.best["acc_mean"], "guess": guess})
         if self.uninformative:
-            yield Message(
-                "tasks_at_chance", {"names": self.uninformative, "step": self._other_choice("kl", "perplexity")}
-            )
+            step = self._other_choice("kl", "perplexity")
+            yield Message("tasks_at_chance", {"names": self.uninformative, "step": step})
         for measure in JUDGED:
             if names := [change.after["name"] for change in self.changes if measure in change.worse]:
                 yield Message(f"worse_{measure}", {"names": names})
@@ -355,13 +316,12 @@ class ModelFindings:
             yield Message("items_in_calibration", {"count": int(seen), "names": names})
         if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
             yield Message("several_devices", {"names": devices})
-        values_beyond = {edge: self._beyond(*edge) for edge in self.edges}
-        if beyond := {edge: value for edge, value in values_beyond.items() if value is not None}:
+        if beyond := {edge: value for edge in self.edges if (value := self._beyond(*edge)) is not None}:
             edges = [Message(f"edge_{side}", {"factor": name, "value": value}) for name, value, side in beyond]
-            space = [f"{name}: {sorted([value, beyond[name, value, side]])}" for name, value, side in beyond]
+            space = [f"{name}: {sorted([value, new])}" for (name, value, _), new in beyond.items()]
             yield Message("edges", {"edges": edges, "space": space})
-        first = eligible["name"].iloc[0]
-        if others := self.tied[1:]:
+        first, *others = self.tied
+        if others:
             points = -float(self.named(others[0])["difference_points"])
             yield Message("within_noise", {"best": first, "others": others, "next": others[0], "points": points})
         if fit is not None and fit.naive - fit.corrected > fit.stderr:
@@ -371,7 +331,7 @@ class ModelFindings:
         by_mean, by_max = self.methods.index[0], eligible["method"].iloc[0]
         if self.methods.loc[by_max, "p_below"] <= 0.05 and self.methods.loc[by_mean, "best"] in self.ruled_out:
             yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
-        expected = grid_size(rows)
+        expected = effects.grid_size(rows)
         if len(eligible) < expected:
             yield Message("missing_trials", {"missing": expected - len(eligible), "expected": expected})
         if stopped := self.statistics["stopped_early"]:
@@ -382,32 +342,6 @@ class ModelFindings:
             if unknown := eligible.loc[eligible["p_value"].isna(), "name"].tolist():
                 yield Message("stderr_unknown", {"names": unknown})
         yield from draws.warnings(eligible, self.best["name"], self.draw_variance)
-
-
-__all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """The items and the text that a model was measured on."""
-
-    items: Mapping[str, int | None]  # of each task; None: not known
-    tokens: int | None  # of the perplexity text, the first; 0: all; None: not known
-
-    @classmethod
-    def of(cls, result: ModelFindings) -> Protocol:
-        model, counts = result.model, result.tasks["items"].drop("mean")
-        implied = model.kind == "published" and not model.binomial  # by standard errors, hence about
-        items = {str(task): None if implied or pd.isna(count) else int(count) for task, count in counts.items()}
-        return cls(items, None if model.source is None else model.tokens or 0)
-
-    def joined(self, other: Protocol) -> Protocol | None:
-        """Return what both say, where nothing that is known of both differs."""
-        pairs = [(self.tokens, other.tokens), *((self.items[task], other.items.get(task)) for task in self.items)]
-        if list(self.items) != list(other.items) or any(None not in pair and pair[0] != pair[1] for pair in pairs):
-            return None
-        tokens, *counts = (first if second is None else second for first, second in pairs)
-        return Protocol(dict(zip(self.items, counts, strict=True)), tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,11 +357,11 @@ class Findings:
 
     @cached_property
     def transfer(self) -> Transfer | None:
-        """Return what models lose with each other's best configurations; None with fewer than two models."""
+        """What models lose with each other's best configurations; None with fewer than two models."""
         if len(self.models) < 2:
             return None
         rows = {label: result.eligible for label, result in self.models.items()}
-        return transfer(rows, {label: result.best for label, result in self.models.items()}, self.items)
+        return differences.transfer(rows, {label: one.best for label, one in self.models.items()}, self.items)
 
     def meaning(self, rule: str) -> Message:
         return Message(f"rule_{rule}", {"within": self.within})
@@ -440,14 +374,21 @@ class Findings:
         return {name: [result for result in ordered if result.model.series == name] for name in names}
 
     @cached_property
-    def protocols(self) -> list[tuple[Protocol, list[str]]]:
-        """Return how models were measured, with the labels of those that were measured so: one where all stand side by side."""
-        groups: list[tuple[Protocol, list[str]]] = []
+    def protocols(self) -> list[tuple[dict[str, int | None], list[str]]]:
+        """How models were measured, with the labels of those that were measured so: one where all stand side by side. Items of each
+        task and "perplexity tokens", the first of that text (0: all); None what is not known, and differs from nothing."""
+        groups: list[tuple[dict[str, int | None], list[str]]] = []
         for label, one in self.models.items():
-            this = Protocol.of(one)
-            for index, (protocol, labels) in enumerate(groups):
-                if (joined := protocol.joined(this)) is not None:
-                    groups[index] = joined, [*labels, label]
+            model, counts = one.model, one.tasks["items"].drop("mean")
+            implied = model.kind == "published" and not model.binomial  # by standard errors, hence about
+            this = {str(task): None if implied or pd.isna(count) else int(count) for task, count in counts.items()}
+            this["perplexity tokens"] = None if model.source is None else model.tokens or 0
+            for protocol, labels in groups:
+                if [*protocol] == [*this] and all(
+                    None in (known, this[name]) or known == this[name] for name, known in protocol.items()
+                ):
+                    protocol |= {name: this[name] for name, known in protocol.items() if known is None}
+                    labels.append(label)
                     break
             else:
                 groups.append((this, [label]))
@@ -455,27 +396,30 @@ class Findings:
 
     @cached_property
     def smallest(self) -> Mapping[str, ModelFindings]:
-        """Return by rule "smallest" the one of each of `series` whose best has the fewest parameters; none where nothing is
-        within."""
+        """By rule "smallest" the one of each of `series` whose best has the fewest parameters; none where nothing is within."""
+
+        def size(one: ModelFindings) -> float:
+            return plain_value(one.best["params_count"]) or math.inf
+
         able = {name: [one for one in members[::-1] if one.chosen["smallest"]] for name, members in self.series.items()}
-        size = {one.model.label: plain_value(one.best["params_count"]) or math.inf for one in self.models.values()}
-        return {name: min(members, key=lambda one: size[one.model.label]) for name, members in able.items() if members}
+        return {name: min(members, key=size) for name, members in able.items() if members}
 
 
 def _untrained(model: Model, models: Iterable[ModelFindings]) -> ModelFindings | None:
     """Return the untrained findings of the same model and ratio, measured alike, with the most of its configurations."""
+    tried = {without_draw(config).untrained() for config in model.rows["configuration"]}
+
+    def shared(one: ModelFindings) -> int:
+        return len(tried & {without_draw(config).canonical() for config in one.eligible["configuration"]})
+
     alike = [
         one for one in models if not one.model.trained and (one.model.kin, one.model.ratio) == (model.kin, model.ratio)
     ]
-    tried = {without_draw(config).untrained() for config in model.rows["configuration"]}
-    shared = [
-        len(tried & {without_draw(config).canonical() for config in one.eligible["configuration"]}) for one in alike
-    ]
-    return alike[shared.index(max(shared))] if alike else None
+    return max(alike, key=shared, default=None)
 
 
 def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WITHIN) -> Findings:
-    """The findings of `study`, the best of each model chosen by `rule` (one of RULES); `within` is of rule "smallest".
+    """Return the findings of `study`, the best of each model chosen by `rule` (one of RULES); `within` is of rule "smallest".
 
     `seed` is of the bootstrap and of the folds; each model has its own stream, whatever other models there are. UserError
     for an unknown rule, for a rule that a model's rows cannot decide, and for items that contradict their trial's record.
@@ -484,16 +428,15 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
         raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
     items = DrawItems(ItemReader())
     models: dict[str, ModelFindings] = {}
-    for label, read in study.models.items():  # of a model trained ones come after the others
-        plain, sizes = with_gold_logprobs(read), certain_sizes(read)
+    for label, plain in study.models.items():  # of a model trained ones come after the others
+        sizes = certain_sizes(plain)
         model = with_wilson_errors(plain, sizes)
-        trials = ranked(model.rows)
         eligible, several = draws.configurations(ranked(plain.rows), plain.rows, model.seedless)
         if eligible.empty:
             continue
         interactions = draws.interactions(several, items)
         variances, control = (
-            draws.draw_variances(draws.of_control(several, own), interactions) for own in (False, True)
+            draws.draw_variances(draws.of_control(several, of_control), interactions) for of_control in (False, True)
         )
         # A draw with an accuracy of 1 is certain of nothing, but its mean with others has an error of its own
         eligible = rows_with_wilson_errors(draws.item_errors(eligible, interactions), sizes)
@@ -516,7 +459,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
                 f"selection rule {rule!r} needs {NEEDS[rule]}, which no complete trial of {label} has; use --rule accuracy"
             )
         models[label] = ModelFindings(
-            *(model, rule, eligible, trials, several, interactions, variances, control),
+            *(model, rule, eligible, ranked(model.rows), several, interactions, variances, control),
             *(comparison, scores, message, chosen, seed, items),
             _untrained(model, models.values()) if model.trained else None,
         )

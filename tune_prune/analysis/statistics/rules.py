@@ -8,7 +8,8 @@ retained_per_second (NaN where no speed was measured).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -23,28 +24,17 @@ _ROUNDING = 1e-9  # points
 
 
 def accuracy(rows: pd.DataFrame) -> list[str]:
-    """The highest acc_mean; equal ones by perplexity, tokens, name (`rows.ranked`)."""
+    """Choose the highest acc_mean; equal ones by perplexity, tokens, name (`rows.ranked`)."""
     return rows["name"].head(1).tolist()
 
 
-def perplexity(rows: pd.DataFrame) -> list[str]:
-    """The lowest finite perplexity; of equal ones the more accurate. Empty if none is known."""
-    return _highest(rows, score(rows, "perplexity"))
-
-
-def gold_logprob(rows: pd.DataFrame) -> list[str]:
-    """The highest log-probability of right choices (gold_logprob_mean); of equal ones the more accurate. Empty if none is known."""
-    return _highest(rows, score(rows, "gold_logprob"))
-
-
-def kl(rows: pd.DataFrame) -> list[str]:
-    """The lowest KL to the dense model, mean of kl_text and kl_tasks as far as any row has them; of equal ones the more accurate.
-    Empty if none is known."""
-    return _highest(rows, score(rows, "kl"))
+def by_measure(measure: str, rows: pd.DataFrame) -> list[str]:
+    """Choose the best by one of MEASURES; of equal ones the more accurate. Empty if none is known and finite."""
+    return _highest(rows, score(rows, measure))
 
 
 def score_columns(rows: pd.DataFrame, rule: str) -> list[str]:
-    """The columns of MEASURES of a rule, as far as any row has them."""
+    """Return the columns of MEASURES of a rule, as far as any row has them."""
     return [name for name in MEASURES[rule][1] if name in rows and rows[name].notna().any()]
 
 
@@ -61,7 +51,7 @@ def _highest(rows: pd.DataFrame, values: np.ndarray) -> list[str]:
 
 
 def one_standard_error(rows: pd.DataFrame) -> list[str]:
-    """The cheapest configuration within one standard error of the most accurate.
+    """Choose the cheapest configuration within one standard error of the most accurate.
 
     Breiman, Friedman, Olshen and Stone, Classification and Regression Trees (1984), 3.4.3, with the standard error of the
     difference to the most accurate, paired where both have the same items. See `cost_order` for what is cheap; equal costs:
@@ -73,56 +63,58 @@ def one_standard_error(rows: pd.DataFrame) -> list[str]:
 
 
 def cheapest_within(within: np.ndarray, accuracies: np.ndarray, cost: np.ndarray) -> int:
-    """The position, among those `within`, of the lowest cost, then of the highest accuracy, then the first."""
+    """Return the position, among those `within`, of the lowest cost, then of the highest accuracy, then the first."""
     positions = np.flatnonzero(within)
     return int(positions[np.lexsort((-accuracies[positions].round(ACCURACY_DIGITS), cost[positions]))[0]])
 
 
 def cost_order(rows: pd.DataFrame) -> np.ndarray:
-    """Rank of each row's cost, equal ones alike: calibration tokens, then the seconds of a gradient pass (unknown: last)."""
+    """Rank each row's cost, equal ones alike: calibration tokens, then the seconds of a gradient pass (unknown: last)."""
     return rows.groupby(["tokens", "gradient_pass_s"], dropna=False).ngroup().to_numpy()
 
 
 def pareto(rows: pd.DataFrame) -> list[str]:
-    """Return those that no other one dominates: is nowhere worse and somewhere better.
+    """Choose those that no other one dominates: is nowhere worse and somewhere better.
 
     Objectives: acc_mean, ppl, params_count and every column that names a latency, as far as any row has them. An unknown or
     infinite value is the worst of its column. Sizes that differ by at most 0.1% are the same, as one budget leaves them.
     """
     names = ["ppl", *(name for name in rows.columns if "latency" in name and not name.endswith("_stderr"))]
     columns = [-_numbers(compared(rows["acc_mean"])), *(_numbers(rows[name]) for name in names)]
-    measured = [np.where(np.isfinite(values), values, np.inf) for values in columns if np.isfinite(values).any()]
-    costs = np.column_stack(measured)  # lower is better
+    costs = np.column_stack(columns)  # lower is better
+    costs = np.where(np.isfinite(costs), costs, np.inf)
     size = np.nan_to_num(_numbers(rows["params_count"]), nan=np.inf)
     undominated = []
     for k, cost in enumerate(costs):
         smaller = size * (1 + _SAME_SIZE) < size[k]
         no_worse = (costs <= cost).all(axis=1) & ~(size[k] * (1 + _SAME_SIZE) < size)
-        better = (costs < cost).any(axis=1) | smaller
-        if not (no_worse & better).any():
+        if not (no_worse & ((costs < cost).any(axis=1) | smaller)).any():
             undominated.append(str(rows["name"].iloc[k]))
     return undominated
 
 
 def smallest(rows: pd.DataFrame) -> list[str]:
-    """The fewest parameters of those whose accuracy, as measured, is within --within points of the dense model's; of the same size
-    (0.1%) the more accurate. Empty where none is, and where the dense model's is unknown."""
+    """Choose the fewest parameters of those whose accuracy, as measured, is within --within points of the dense model's; of the
+    same size (0.1%) the more accurate. Empty where none is, and where the dense model's is unknown."""
     within = rows[_numbers(rows["margin_points"]) >= -_ROUNDING]
     size = np.nan_to_num(_numbers(within["params_count"]), nan=np.inf)
     return within[size <= (1 + _SAME_SIZE) * size.min(initial=np.inf)]["name"].head(1).tolist()
 
 
 def retained_per_second(rows: pd.DataFrame) -> list[str]:
-    """The highest accuracy retained per second of a request, of those whose speed was measured (`study.measured_apart`); of equal
-    ones the more accurate. Empty if none was."""
+    """Choose the highest accuracy retained per second of a request, of those whose speed was measured (`study.measured_apart`); of
+    equal ones the more accurate. Empty if none was."""
     return _highest(rows, _numbers(rows["retained_per_second"]))
 
 
 def none_within(model: str, within: float, nearest: str, gap: Difference | None) -> str:
-    """Why rule "smallest" chooses nothing; `gap`: of the nearest to the dense model, None where that one's accuracy is unknown."""
+    """Return why rule "smallest" chooses nothing; `gap`: of the nearest to the dense model, None where that one's accuracy is
+    unknown."""
     if gap is None:
-        what = f"--rule smallest needs the original model's accuracy, which is not known of {model}"
-        return f"{what}; give --baseline {model}=ACCURACY"
+        return (
+            f"--rule smallest needs the original model's accuracy, which is not known of {model}; give --baseline "
+            f"{model}=ACCURACY"
+        )
     points = f"{gap.points:.2f}" + (f" ± {gap.stderr_points:.2f}" if np.isfinite(gap.stderr_points) else "") + " points"
     return (
         f"no configuration of {model} is within {within:g} points of the original model: the nearest, {nearest}, differs by "
@@ -135,11 +127,9 @@ def _numbers(values: pd.Series) -> np.ndarray:
 
 
 # Rule -> names of what it chooses, the most accurate first; none where what it needs was not measured
-RULES = {
+RULES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "accuracy": accuracy,
-    "perplexity": perplexity,
-    "gold_logprob": gold_logprob,
-    "kl": kl,
+    **{measure: partial(by_measure, measure) for measure in ("perplexity", "gold_logprob", "kl")},
     "one-standard-error": one_standard_error,
     "pareto": pareto,
     "smallest": smallest,

@@ -15,7 +15,7 @@ from tune_prune.core.store import FolderStore
 
 @lru_cache(maxsize=1)  # report, page and files have the same
 def all_tables(findings: Findings) -> Mapping[str, Table]:
-    """All tables that these findings have rows for, by their keys; those of the appendix last."""
+    """Return all tables that these findings have rows for, by their keys; those of the appendix last."""
     made = [
         configurations.best_configurations(findings),
         configurations.smallest(findings),
@@ -38,7 +38,6 @@ def all_tables(findings: Findings) -> Mapping[str, Table]:
         trial_tables.trials(findings),
         trial_tables.trial_tasks(findings),
         trial_tables.measures(findings),
-        trial_tables.fidelities(findings),
     ]
     return {table.key: table for table in made if table is not None}
 

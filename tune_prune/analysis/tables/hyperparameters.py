@@ -9,15 +9,22 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.input.rows import CONTROL
+from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.statistics.draws import mean_perplexity
-from tune_prune.analysis.statistics.findings import Findings, Message, Trend
+from tune_prune.analysis.statistics.effects import Trend
+from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.configurations import CONFIGURATIONS, MODEL, level_format, limits
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 
+def accuracy(key: str, label: str = "") -> Column:
+    """Return a column of mean accuracies over the tasks."""
+    return Column(key, label or key.capitalize(), "acc", threshold="_threshold_mean")
+
+
 def methods(findings: Findings) -> Table:
-    """Pruning methods over all complete runs of each, highest mean first."""
+    """Return the pruning methods over all complete runs of each, highest mean first."""
     rows, notes = [], [Message("note_methods")]
     for label, result in findings.models.items():
         top, *others = result.methods.index
@@ -39,13 +46,8 @@ def methods(findings: Findings) -> Table:
     return Table("methods", "Pruning methods", columns, rows, notes, best="best_method")
 
 
-def accuracy(key: str, label: str = "") -> Column:
-    """A column of mean accuracies over the tasks."""
-    return Column(key, label or key.capitalize(), "acc", threshold="_threshold_mean")
-
-
 def method_pairs(findings: Findings) -> Table | None:
-    """The mean difference of every two methods, with its error and whether it is distinguishable from 0."""
+    """Return the mean difference of every two methods, with its error and whether it is distinguishable from 0."""
     rows = [
         {"model": label, "first": first, "second": second, **values, "result": _result(first, values)}
         for label, result in findings.models.items()
@@ -66,7 +68,7 @@ def _result(first: str, pair: Any) -> Message:
 
 
 def levels(findings: Findings) -> list[Table]:
-    """Accuracy at each level of a hyperparameter, over all others, with its trend: a table for each that has levels."""
+    """Return accuracy at each level of a hyperparameter, over all others, with its trend: a table for each that has levels."""
     names = dict.fromkeys(name for result in findings.models.values() for name in result.levels)
     return [_levels(findings, name) for name in names]
 
@@ -74,22 +76,18 @@ def levels(findings: Findings) -> list[Table]:
 def _levels(findings: Findings, name: str) -> Table:
     rows, notes = [], [Message("note_levels")]
     for label, result in findings.models.items():
-        trend = result.trends.get(name)
-        words = trend_message(trend) if trend is not None else None
+        trend, words = result.trends.get(name), None
         if trend is not None:
+            words = trend_message(trend)
             values = {"model": label, "trend": words, "r": trend.spearman, "p": trend.spearman_p}
             notes.append(Message("note_trend", values))
         for level, values in result.levels.get(name, pd.DataFrame()).iterrows():
             tied = trend is not None and level in trend.tied_levels
             rows.append({"model": label, "level": level, **values, "tied": tied, "trend": words} | limits(result))
     columns = [
-        *(
-            MODEL,
-            Column("level", name, level_format(name)),
-            CONFIGURATIONS,
-            replace(accuracy("mean"), stderr="stderr", best="tied"),
-        ),
-        *(Column("std", "Std", "acc"), accuracy("min"), accuracy("max")),
+        *(MODEL, Column("level", name, level_format(name)), CONFIGURATIONS),
+        *(replace(accuracy("mean"), stderr="stderr", best="tied"), Column("std", "Std", "acc")),
+        *(accuracy("min"), accuracy("max")),
     ]
     title = f"Accuracy by {HYPERPARAMETERS[name].label.lower()}"
     return Table(name, title, columns, rows, notes, best="best_level")
@@ -111,8 +109,6 @@ def effects(findings: Findings) -> Table | None:
             rows.append({"model": label, "term": term, "_term": term.replace(":", " × "), **values})
         shares = [f"{name} {100 * share:.1f}%" for name, share in result.importance.items()]
         notes.append(Message(f"note_importance_{result.importance_basis}", {"model": label, "shares": shares}))
-    if not rows:
-        return None
     if any(result.effects is not None for result in findings.models.values()):
         notes.insert(0, Message("note_effects"))
     columns = [
@@ -120,20 +116,15 @@ def effects(findings: Findings) -> Table | None:
         Column("sum_sq", "Sum of squares", "number", detail=True),
         *(Column("F", "F", "points"), Column("p", "p", "p")),
     ]
-    return Table("effects", "What accuracy depends on", columns, rows, notes)
+    return Table("effects", "What accuracy depends on", columns, rows, notes) if rows else None
 
 
 def correlations(findings: Findings) -> Table | None:
-    """Correlations of accuracy with other measures."""
+    """Return the correlations of accuracy with other measures."""
     rows = [{"model": label, **vars(item)} for label, result in findings.models.items() for item in result.correlations]
     columns = [
-        *(
-            MODEL,
-            Column("measure", "Measure", style="name"),
-            CONFIGURATIONS,
-            Column("r", "r", "r"),
-            Column("tau", "Kendall's τ", "r"),
-        ),
+        *(MODEL, Column("measure", "Measure", style="name"), CONFIGURATIONS),
+        *(Column("r", "r", "r"), Column("tau", "Kendall's τ", "r")),
         *(Column("passes", "Passes", "int"), Column("r_passes", "r over passes", "r")),
         Column("low", "95% interval", "r", upper="high"),
         Column("reason", "Not computable because", wrap=True),
@@ -148,7 +139,7 @@ def correlations(findings: Findings) -> Table | None:
 
 
 def extreme_layers(findings: Findings) -> Table | None:
-    """Accuracy by the number of layers that lose more than half of their MLP channels."""
+    """Return accuracy by the number of layers that lose more than half of their MLP channels."""
     rows = [
         {"model": label, "layers": layers, "n": len(group), "ppl": mean_perplexity(group["ppl"])}
         | {name: getattr(group["acc_mean"], name)() for name in ("mean", "min", "max")}
@@ -158,8 +149,7 @@ def extreme_layers(findings: Findings) -> Table | None:
     ]
     columns = [
         *(MODEL, Column("layers", "Extreme layers", "int"), CONFIGURATIONS),
-        *map(accuracy, ("mean", "min", "max")),
-        Column("ppl", "Mean perplexity", "ppl"),
+        *(*map(accuracy, ("mean", "min", "max")), Column("ppl", "Mean perplexity", "ppl")),
     ]
     title = "Accuracy by extreme pruning layers"
     return Table("extreme_layers", title, columns, rows, [Message("note_extreme")]) if rows else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.statistics.findings import Message
+from tune_prune.analysis.input.study import Message
 
 Row = Mapping[str, Any]
 
@@ -89,7 +89,7 @@ class Table:
         return replace(self, rows=rows)
 
     def of(self, model: str) -> Table:
-        """The rows and notes of one model, without the column that names it."""
+        """Return the rows and notes of one model, without the column that names it."""
         columns = [column for column in self.columns if column.key != "model"]
         rows = [row for row in self.rows if row["model"] == model]
         notes = [note for note in self.notes if note.values.get("model", model) == model]

@@ -1,21 +1,19 @@
-"""Tables of the whole study: every trial, its tasks and other measures, what cheaper looks tell, sums and distributions, problems
-of the input, cost.
-"""
+"""Tables of the whole study: every trial, its tasks and other measures, sums and distributions, problems of the input, cost."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.items import GOLD, TEXTS
-from tune_prune.analysis.input.study import Model, Problem
-from tune_prune.analysis.statistics.findings import Findings, Message
+from tune_prune.analysis.input.items import TEXTS
+from tune_prune.analysis.input.study import Message, Model, Problem
+from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.configurations import (
     ACCURACY,
     CONFIGURATION,
@@ -26,7 +24,6 @@ from tune_prune.analysis.tables.configurations import (
     MODEL,
     PERPLEXITY,
     TOKENS,
-    TRIALS,
     accuracy_column,
     configuration,
     draws_of,
@@ -39,13 +36,7 @@ from tune_prune.analysis.tables.configurations import (
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.records import in_order
 
-STATUS_WORDS = {
-    "complete": "complete",
-    "not_finite": "not finite",
-    "stopped_early": "stopped early",
-    "failed": "failed",
-}
-_ALL = "All models"
+STATUS_WORDS = {name: name.replace("_", " ") for name in ("complete", "not_finite", "stopped_early", "failed")}
 _GAP = "accuracy less that of the most accurate, in percentage points"
 _P_VALUE = (
     "chance of such a gap if no other were better; below .05 it counts as behind; corrected for all configurations"
@@ -69,7 +60,7 @@ def counts(model: Model) -> str:
 
 
 def trials(findings: Findings) -> Table:
-    """Every trial: what is eligible first, best first; then the others with the reason why they do not."""
+    """Return every trial: what is eligible first, best first; then the others with the reason why they do not count."""
     rows: list[dict[str, Any]] = []
     for label, model in findings.study.models.items():
         rest = model.rows
@@ -77,23 +68,15 @@ def trials(findings: Findings) -> Table:
             shown = result.eligible.index.union([index for draws in result.draws.values() for index in draws.index])
             rest = rest.drop(index=shown)
             places = result.eligible["ppl"].rank(method="first")
-            tied, of_all = result.marked, {"model": label} | limits(result)
             for rank, (row, place) in enumerate(zip(result.eligible.to_dict("records"), places, strict=True), 1):
-                ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
-                state = {"state": "complete", **ranks, "chosen": row["name"] == result.best["name"]}
-                of_draws = draws_of(result, row) | informative(result, row)
-                rows.append(
-                    _without_draws(row)
-                    | unread(result, row)
-                    | of_draws
-                    | state
-                    | {"tied": row["name"] in tied}
-                    | of_all
-                )
+                one = {name: value for name, value in row.items() if name not in ("draws", "draw_share", "draw_stderr")}
+                one |= unread(result, row) | draws_of(result, row) | informative(result, row)
+                one |= {"state": "complete", "rank": rank, "ppl_rank": None if missing(place) else int(place)}
+                one |= {"chosen": row["name"] == result.best["name"], "tied": row["name"] in result.marked}
+                rows.append(one | {"model": label} | limits(result))
         for row in rest.to_dict("records"):
-            finite = row["success"] and math.isfinite(row["acc_mean"])
             row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
-            if finite:
+            if row["success"] and math.isfinite(row["acc_mean"]):
                 row |= {"state": "complete", "reason": "another run of it was stopped early"}
             elif row["success"]:
                 row["reason"] = row["reason"] or f"acc_mean is {row['acc_mean']}"
@@ -105,18 +88,14 @@ def trials(findings: Findings) -> Table:
     tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
     columns = [
         *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
-        *hyperparameter_columns(findings),
-        *(DRAWS, MARKED_ACCURACY),
+        *(*hyperparameter_columns(findings), DRAWS, MARKED_ACCURACY),
         Column("difference_points", "Gap", "points", "difference_stderr_points", hint=_GAP),
-        Column("p_value", "p", "p", hint=_P_VALUE),
-        *(INFORMATIVE, PERPLEXITY, *MEASURE_COLUMNS),
+        *(Column("p_value", "p", "p", hint=_P_VALUE), INFORMATIVE, PERPLEXITY, *MEASURE_COLUMNS),
         *(accuracy_column(task, task, detail=True, style="task") for task in tasks),
         Column("removed_fraction", "Removed", "percent", hint="share of all parameters that was removed", style="more"),
         *(Column("elapsed_time", "Time", "duration", style="more"), Column("reason", "Reason", wrap=True), TOKENS),
-        *(
-            Column("rank", "Rank", "int", detail=True, style="more"),
-            Column("ppl_rank", "Perplexity rank", "int", detail=True, style="more"),
-        ),
+        Column("rank", "Rank", "int", detail=True, style="more"),
+        Column("ppl_rank", "Perplexity rank", "int", detail=True, style="more"),
     ]
     notes = [Message("note_trials")]
     if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
@@ -124,53 +103,44 @@ def trials(findings: Findings) -> Table:
     return Table("trials", "All configurations", columns, rows, notes, best="best_tied", long=True)
 
 
-def _without_draws(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("draws", "draw_share", "draw_stderr")}
-
-
 def draws(findings: Findings) -> Table | None:
-    """The configurations with several draws of calibration samples: what each draw scored, and the 95% interval of their mean."""
-    rows, notes, columns = [], [], {}
+    """Return the configurations with several draws of calibration samples: what each draw scored, and the 95% interval of their
+    mean."""
+    rows, notes, columns = [], [Message("note_draws")], {}
     for label, result in findings.models.items():
         usual = (result.model.source or {}).get("seed")
         for place, (index, row) in enumerate(result.eligible.iterrows()):
             if index not in result.draws:
                 continue
-            own = result.draws[index]
-            half = result.comparison.half_width(place)
+            runs, half = result.draws[index], result.comparison.half_width(place)
             values = {
                 "low": np.clip(row["acc_mean"] - half, 0, 1),
                 "high": np.clip(row["acc_mean"] + half, 0, 1),
-                "spread": 100 * own["acc_mean"].std(),
+                "spread": 100 * runs["acc_mean"].std(),
             }
-            for seed, accuracy in zip(own["seed"], own["acc_mean"], strict=True):
+            for seed, accuracy in zip(runs["seed"], runs["acc_mean"], strict=True):
                 seed = usual if missing(seed) else int(seed)
                 columns[seed] = Column(f"seed_{seed}", "Run's seed" if seed is None else f"Seed {seed}", "acc")
                 values[f"seed_{seed}"] = accuracy
             rows.append(configuration(result, row) | values)
-        if (between := result.draw_variance) is None:
-            continue
-        note = {"model": label, "points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
-        notes.append(Message("note_draw_variance", note | {"share": _share(between.interaction, between.mean_square)}))
+        if (between := result.draw_variance) is not None:
+            share = min(1.0, between.interaction / between.mean_square) if between.mean_square > 0 else 0.0
+            values = {"points": 100 * math.sqrt(between.variance), "freedom": between.freedom, "share": share}
+            notes.append(Message("note_draw_variance", {"model": label} | values))
     settings = [about.get("settings", {}) for about in findings.study.experiments.values()]
-    given = dict.fromkeys((own["draws"], own.get("draws_by", "accuracy")) for own in settings if own.get("draws"))
+    given = dict.fromkeys((one["draws"], one.get("draws_by", "accuracy")) for one in settings if one.get("draws"))
     notes += [Message("note_draws_given", {"most": most, "by": Message(f"rule_{by}")}) for most, by in given]
     shown = [
         *(MODEL, replace(CONFIGURATION, detail=False), DRAWS, ACCURACY),
         Column("low", "95% interval", "acc", upper="high"),
+        Column("spread", "Std of runs", "points", hint="standard deviation between its runs, in points"),
+        *(columns[seed] for seed in sorted(columns, key=lambda seed: -1 if seed is None else seed)),
     ]
-    shown.append(Column("spread", "Std of runs", "points", hint="standard deviation between its runs, in points"))
-    by_seed = [columns[seed] for seed in sorted(columns, key=lambda seed: -1 if seed is None else seed)]
-    table = Table("draws", "Runs with other sample text", [*shown, *by_seed], rows, [Message("note_draws"), *notes])
-    return table if rows else None
-
-
-def _share(part: float, whole: float) -> float:
-    return min(1.0, part / whole) if whole > 0 else 0.0
+    return Table("draws", "Runs with other sample text", shown, rows, notes) if rows else None
 
 
 def trial_tasks(findings: Findings) -> Table:
-    """Every complete trial's accuracy on every task."""
+    """Return every complete trial's accuracy on every task."""
     table, columns = trials(findings), [MODEL, Column("name", "Configuration", best="tied")]
     for task in (column for column in table.shown if column.style == "task"):
         label = task.label.replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c")
@@ -182,7 +152,7 @@ def trial_tasks(findings: Findings) -> Table:
 
 
 def statistics(findings: Findings) -> Table:
-    """Runs, task evaluations, completeness, cost and the distribution of accuracy: a column per model, and one for all."""
+    """Return runs, task evaluations, completeness, cost and the distribution of accuracy: a column per model, and one for all."""
     values = pd.DataFrame(
         {
             label: {**result.statistics, "trial_hours": _hours(result.model.rows)}
@@ -192,11 +162,11 @@ def statistics(findings: Findings) -> Table:
     if len(findings.models) > 1:
         every = pd.concat([result.model.rows for result in findings.models.values()])
         total = values.loc[list(_COUNTS)].sum(axis="columns").to_dict() | {"trial_hours": _hours(every)}
-        alike = {(result.model.ratio, result.model.trained) for result in findings.models.values()}
-        if len(alike) == 1:  # else a distribution of accuracies that nobody compares
+        if len({(one.model.ratio, one.model.trained) for one in findings.models.values()}) == 1:
+            # else a distribution of accuracies that nobody compares
             pooled = pd.concat([result.eligible["acc_mean"] for result in findings.models.values()])
             total |= {name: getattr(pooled, name)() for name in _DISTRIBUTION}
-        values[_ALL] = pd.Series(total)
+        values["All models"] = pd.Series(total)
     values.loc["completeness"] = values.loc["complete"] / values.loc["runs"]
     cost = pd.DataFrame({values.columns[-1]: _cost(findings)})  # cost.json tells of an experiment, not of a model
     values = pd.concat([values, cost])
@@ -207,7 +177,7 @@ def statistics(findings: Findings) -> Table:
     shown |= {"evaluation_fraction": ("Evaluation's share of worker time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
     thresholds = {
-        f"_{of_model(label)}": result.guessing.loc["mean", "threshold"] for label, result in findings.models.items()
+        f"_{of_model(label)}": one.guessing.loc["mean", "threshold"] for label, one in findings.models.items()
     }
     rows = [
         {"statistic": name, "_title": title, "_format": form, **values.loc[name].rename(of_model)}
@@ -233,17 +203,18 @@ def _hours(rows: pd.DataFrame) -> float:
 
 
 def _cost(findings: Findings) -> pd.Series:
-    """Sums over the experiments that have a cost.json; NaN where none tells."""
+    """Return sums over the experiments that have a cost.json; NaN where none tells."""
     columns = [*_passes(findings), "gpu_hours", "worker_seconds", "evaluation_fraction"]
     costs = pd.DataFrame(list(findings.study.costs.values()), columns=columns, dtype="float64")
     costs["evaluation_fraction"] *= costs["worker_seconds"]
     total = costs.sum(min_count=1)
     total["evaluation_fraction"] /= total["worker_seconds"] or math.nan
-    return pd.concat([total, pd.Series({"worker_hours": total["worker_seconds"] / 3600})])
+    total["worker_hours"] = total["worker_seconds"] / 3600
+    return total
 
 
 def _passes(findings: Findings) -> dict[str, str]:
-    """Which passes over calibration samples the experiments' cost.json counts, with their titles."""
+    """Return which passes over calibration samples the experiments' cost.json counts, with their titles."""
     counts = {name for cost in findings.study.costs.values() for name, n in cost.items() if isinstance(n, int)}
     return {name: name.replace("_", " ").capitalize() for name in sorted(counts) if name.endswith("_passes")}
 
@@ -287,67 +258,24 @@ def costs(findings: Findings) -> Table | None:
 
 
 def measures(findings: Findings) -> Table | None:
-    """Every configuration, the most accurate first, below the dense model: each measure with its distance to the best."""
+    """Return every configuration, the most accurate first, below the dense model, by measures beside accuracy."""
     rows: list[dict[str, Any]] = []
+    names = [column.key for column in MEASURE_COLUMNS]
     for label, result in findings.models.items():
-        gaps, dense = result.measure_gaps, result.model.baseline
-        if gaps.empty:
-            continue
-        if dense:
-            zeros = {name: 0.0 for name in TEXTS if f"{name}_gap" in gaps}  # by definition
-            rows.append(
-                {**dense, **zeros, "model": label, "name": "dense", **informative(result, dense), **limits(result)}
-            )
-        rows += [configuration(result, row) | gaps.loc[index].to_dict() for index, row in result.eligible.iterrows()]
-    gap_columns = (
-        Column(f"{column.key}_gap", label, "nats", f"{column.key}_gap_stderr", hint="to the best of this measure")
-        for column, label in zip(MEASURE_COLUMNS, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
-    )
-    pairs = [part for pair in zip(MEASURE_COLUMNS, gap_columns, strict=True) for part in pair]
-    columns = [MODEL, replace(CONFIGURATION, detail=False), *pairs, ACCURACY, INFORMATIVE, PERPLEXITY]
+        known = [name for name in names if np.isfinite(result.eligible.get(name, math.nan)).any()]
+        if known and (dense := result.model.baseline):
+            zeros = {name: 0.0 for name in TEXTS if name in known}  # by definition
+            row = {**dense, **zeros, "model": label, "name": "dense"}
+            rows.append(row | informative(result, dense) | limits(result))
+        if known:
+            rows += [configuration(result, row) for _, row in result.eligible.iterrows()]
+    columns = [
+        *(MODEL, replace(CONFIGURATION, detail=False)),
+        *(replace(column, detail=False) for column in MEASURE_COLUMNS),
+        *(ACCURACY, INFORMATIVE, PERPLEXITY),
+    ]
     notes = [Message("note_measures")]
     if any(not missing(row["acc_informative"]) for row in rows):
         notes.append(Message("note_informative"))
     title = "Log-probability of right choices, and KL to the original model"
     return Table("measures", title, columns, rows, notes, long=True) if rows else None
-
-
-_LOOKS = {
-    "kl_text": "KL text",
-    "kl_tasks": "KL tasks",
-    "kl": "KL, mean of both",
-    "ppl": "Perplexity",
-    GOLD: "Gold logprob",
-    "acc_mean": "Accuracy",
-}
-_PAGE = 40  # rows: a longer table breaks across pages, and has no place on a web page
-
-
-def fidelities(findings: Findings) -> Table | None:
-    """Every rung that the trials of a model passed through, in their order; None where no model has enough trials."""
-    rows = [
-        {
-            "model": label,
-            "rung": _LOOKS[one.measure],
-            "items": one.items,
-            "n": one.trials,
-            "tau": one.tau,
-            "tau_stderr": one.stderr,
-            "rank": one.rank,
-            "let_through": one.let_through,
-            "seconds": one.seconds,
-        }
-        for label, result in findings.models.items()
-        for one in result.fidelities
-    ]
-    columns = [
-        *(MODEL, Column("rung", "Rung")),
-        Column("items", "Questions seen", "percent", hint="of the zero-shot questions"),
-        TRIALS,
-        Column("tau", "Kendall's τ", "r", "tau_stderr", hint="with the final accuracy"),
-        Column("rank", "Winner's rank", "int", hint="trials that are at least as good as the most accurate one"),
-        Column("let_through", "Let through", "percent", hint="what a filter has to, to keep the most accurate one"),
-        Column("seconds", "Time", "duration", hint="median over the trials"),
-    ]
-    title, notes = "What cheaper looks tell of the final accuracy", [Message("note_fidelities")]
-    return Table("fidelities", title, columns, rows, notes, long=len(rows) > _PAGE) if rows else None
