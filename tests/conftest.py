@@ -12,8 +12,6 @@ import gc
 
 gc.disable()  # until the tests begin: what is imported before stays, and looking through it for garbage takes seconds
 
-import importlib
-import json
 import os
 import re
 import subprocess
@@ -41,8 +39,6 @@ from tune_prune.tuning import cost, memory, plan_cost, set_up_ray
 from tune_prune.tuning.cost import Speed, SpeedRequest
 
 set_up_ray(None)  # before a test file imports ray
-
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -181,19 +177,6 @@ def two_cpus() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         with ray.connected(None, num_cpus=2):
             yield
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A function (name, *argv) -> the JSON that scripts/bench_<name>.py writes."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def run(name: str, *argv: str) -> dict[str, Any]:
-        path = tmp_path / f"{name}.json"
-        importlib.import_module(f"bench_{name}").main([*argv, "--output", str(path)])
-        return json.loads(path.read_text(encoding="utf-8"))
-
-    return run
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -146,7 +146,7 @@ def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of
     assert "missing_trials" not in {message.kind for message in model.warnings}
 
 
-def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Path) -> None:
+def test_accuracy_against_size_has_every_ratio_and_the_dense_model() -> None:
     def pruned(ratio: float) -> Model:
         model = searched(f"m@{ratio}", ["taylor"], [16, 64], [128], pruning_ratio=ratio, removed_fraction=ratio)
         return replace(model, base="m", baseline={"acc_mean": 0.7, "acc_mean_stderr": 0.01})
@@ -158,7 +158,6 @@ def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Pat
     (axes,) = figures.accuracy_size(sizes).axes
     assert points(axes, "*") == {(100, 0.7)}
     assert points(axes, "o") == {(90, best["m@0.1"]), (70, best["m@0.3"])}
-    assert "accuracy_size" in {path.stem for path in figures.draw_all(found, tmp_path)}
 
 
 def test_method_bars_are_means_with_every_configuration(published: Findings) -> None:

@@ -333,7 +333,6 @@ def test_the_table_has_what_was_measured_beside_the_dense_model(measured: Path, 
 def test_without_speeds_there_is_neither(experiment: Path, refused: Callable[..., str], tmp_path: Path) -> None:
     findings = find(read_study([experiment], []))
     assert "pareto" not in all_tables(findings)
-    assert "pareto.png" not in {path.name for path in draw_all(findings, tmp_path / "figures")}
     told = refused(analysis.main, experiment, "--rule", "retained-per-second", "--output", tmp_path / "out")
     assert "needs a speed, as tune-prune speed --config FOLDER measures it" in told
     assert "use --rule accuracy" in told

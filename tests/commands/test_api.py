@@ -6,12 +6,10 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -21,12 +19,9 @@ from tests.trials import RUN
 from tune_prune.checkpoint import manifest
 from tune_prune.commands import api, flags, options, prune, search
 from tune_prune.commands.opened import Model
-from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, RECIPE
-from tune_prune.core.measures import wilson_stderr
-from tune_prune.models.runner.residency import Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 from tune_prune.tuning.plan import SearchSettings
@@ -43,22 +38,6 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def pruned(model: Model) -> Any:
     return model.prune("layerwise", ratio=0.3, seq_len=16, num_samples=10)
-
-
-def test_weights_that_stay_in_their_files_make_the_same_pruned_model(
-    model: Model, pruned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mapped = Model(model.run, "cpu")
-    monkeypatch.setattr(mapped, "_fastest", lambda *_: Residency(from_files=True))
-    other = mapped.prune("layerwise", ratio=0.3, seq_len=16, num_samples=10)
-    found, expected = (one.evaluate(limit=3, tasks="boolq,piqa") for one in (other, pruned))
-    assert other.plan == pruned.plan and mapped.loaded(way=Residency(from_files=True)).model.device.type == "meta"
-    assert found.record.metrics == expected.record.metrics and found.items == expected.items
-    for one, name in ((other, "mapped"), (pruned, "loaded")):
-        one.save(tmp_path / name)
-    files = {path.name for path in (tmp_path / "loaded").iterdir()}
-    assert files == {path.name for path in (tmp_path / "mapped").iterdir()} and "model.safetensors" in files
-    assert [n for n in files if (tmp_path / "loaded" / n).read_bytes() != (tmp_path / "mapped" / n).read_bytes()] == []
 
 
 def test_the_package_is_light_and_search_is_a_function_of_it(run_without: Callable[..., str], tmp_path: Path) -> None:
@@ -115,15 +94,11 @@ def test_a_search_that_names_nothing_has_the_settings_of_the_command() -> None:
 # A keyword, its value and what becomes of it.
 VALUES: list[tuple[str, Any, Any]] = [
     ("track", [], ()),
-    ("track", "mlflow,wandb", ("mlflow", "wandb")),
-    ("kl_filter", 1, True),
     ("kl_filter", np.True_, True),
     ("memory", 3 * 2**31 + 2**19, 3 * 2**31 + 2**19),
-    ("memory", "20GiB", 20 * 2**30),
     ("seeds", np.array([0, 2]), (0, 2)),
     ("limit", np.int64(5), 5),
     ("tasks", ["boolq", "piqa"], ("boolq", "piqa")),
-    ("tasks", "boolq, piqa", ("boolq", "piqa")),
     ("model", [Path("a"), "b", "a"], ("a", "b")),
     ("gpus_per_trial", 0.33, 0.3333),
     ("gpus_per_trial", "auto", None),
@@ -133,7 +108,7 @@ VALUES: list[tuple[str, Any, Any]] = [
 
 @pytest.mark.parametrize(("name", "value", "expected"), VALUES)
 def test_a_python_value_goes_straight_to_the_settings(name: str, value: Any, expected: Any) -> None:
-    """And the command line that is recorded asks for the same."""
+    """The command line that is recorded asks for the same."""
     asked = options.checked("search", {name: value})[name]
     assert asked == expected and type(asked) is type(expected)
     model = [] if name == "model" else ["--model", "tiny-llama"]
@@ -145,22 +120,15 @@ def test_a_python_value_goes_straight_to_the_settings(name: str, value: Any, exp
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("limit", True, "limit is True; it must be a whole number from 1 to"),
-    ("limit", "5", "limit is '5'; it must be a whole number"),
     ("kl_filter", "yes", "kl_filter is 'yes'; it must be True or False"),
     ("track", ["mlfow"], "track is"),
     ("tasks", [], "tasks: \\[\\] names none; name at least one"),
-    ("tasks", "../x", "'../x' is not the name of a task"),
     ("memory", 20, "memory is 20; it must be a whole number of bytes from 1048576 to"),
-    ("memory", True, "memory is True"),
-    ("memory", 2**60, "memory is 1152921504606846976"),
-    ("memory", "20", "memory: '20' is not an amount of memory"),
     ("seed", None, "seed is None"),
     ("seed", np.array([1, 2]), r"seed is array\(\[1, 2\]\); it must be a whole number"),
     ("pruning_ratio", 0, "pruning_ratio is 0; it must be a number above 0"),
     ("scheduler", "racing", "scheduler is 'racing'; did you mean 'race'"),
     ("gpus_per_trial", 0.3, "gpus_per_trial is 0.3, which does not divide 1"),
-    ("trial_timeout", 0, "trial_timeout is 0; it must be a number of seconds from 1"),
-    ("storage_path", "", "storage_path: is empty"),
 ]
 
 
@@ -168,20 +136,6 @@ REFUSED: list[tuple[str, Any, str]] = [
 def test_a_python_value_has_the_bounds_of_the_command_line(name: str, value: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         tune_prune.search(**{"model": "tiny-llama", name: value})
-
-
-def test_a_dense_model_has_the_numbers_of_a_trial(model: Model, tmp_path: Path) -> None:
-    run = replace(RUN, protocol=replace(RUN.protocol, tasks=("boolq", "piqa")))
-    expected = run_trial(None, TrialContext.open(run, tmp_path, "cpu"))
-    stages: list[str] = []
-    assert api.open("tiny-llama", perplexity_window=64).evaluate(limit=1).ppl != expected.metrics["ppl"]
-    found = model.evaluate(limit=5, tasks=["boolq", "piqa"], on_stage=lambda report: stages.append(report.stage))
-    assert found.record.key == expected.key and found.record.metrics == expected.metrics
-    assert (found.ppl, found.acc_mean) == (expected.metrics["ppl"], expected.metrics["acc_mean"])
-    assert list(found.tasks.index) == ["boolq", "piqa"] and list(found.tasks["items"]) == [5, 5]
-    assert found.tasks["accuracy"].mean() == pytest.approx(found.acc_mean)
-    assert found.tasks.loc["piqa", "stderr"] == wilson_stderr(5) and expected.metrics["acc_piqa"] in (0, 1)
-    assert stages == ["perplexity"] + ["zero_shot"] * 5
 
 
 def test_a_pruned_model_has_the_numbers_of_its_trial_and_generates(pruned: Any, tmp_path: Path) -> None:
@@ -195,24 +149,6 @@ def test_a_pruned_model_has_the_numbers_of_its_trial_and_generates(pruned: Any, 
     with torch.no_grad():
         first = pruned.model(**tokens).logits[0, -1].argmax()
     assert pruned.model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1]] == first
-
-
-def test_what_a_known_plan_leaves_is_measured_without_the_text_that_it_was_found_with(
-    pruned: Any, tmp_path: Path
-) -> None:
-    config = replace(pruned.config, calibration=str(tmp_path / "gone.txt"))
-    known = pruned.dense.execute(PruneRequest(run=pruned.dense.run, config=config, plan=pruned.plan))
-    found, expected = (one.evaluate(limit=3, tasks="boolq").record.metrics for one in (known, pruned))
-    assert found == expected
-
-
-def test_numbers_may_be_numpys_and_what_is_no_name_is_said(model: Model, pruned: Any) -> None:
-    seq_len, num_samples = pd.Series([16, 10])
-    again = model.prune("layerwise", ratio=np.float64(0.3), seq_len=seq_len, num_samples=num_samples)
-    assert again.config == pruned.config and type(again.config.seq_len) is int and again.plan == pruned.plan
-    assert len(model.evaluate(limit=np.int64(2), tasks="boolq").items) == 2
-    with pytest.raises(UserError, match="unknown pruning method None"):
-        model.prune(None, seq_len=16, num_samples=10)  # type: ignore[arg-type]
 
 
 def test_save_writes_what_the_command_writes(pruned: Any, tmp_path: Path, printed: Callable[..., str]) -> None:
@@ -257,28 +193,17 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
     "no name": (lambda *_: api.open(None), ["name is None", "a text or a path"]),  # type: ignore[arg-type]
     "missing folder": (lambda *_: api.open(Path("./a/b/nope")), ["a/b/nope does not exist"]),
     "unknown dtype": (lambda *_: api.open("tiny-llama", dtype="float16"), ["dtype is 'float16'", "bfloat16"]),
-    "perplexity window": (
-        lambda *_: api.open("tiny-llama", perplexity_window=1),
-        ["perplexity_window is 1", "from 2 to 1000000"],
-    ),
     "missing data": (lambda *_: api.open("tiny-llama", data_dir="nope"), ["nope is not a folder", "tasks/"]),
-    "calibration": (lambda *_: api.open("tiny-llama", calibration="wikitext"), ["did you mean 'wikitext2'?"]),
     "unknown method": (lambda model, _: model.prune("tailor"), ["'tailor'", "did you mean 'taylor'?"]),
     "no samples": (
         lambda model, _: model.prune("taylor", seq_len=16),
         ["num_samples must be given", "num_samples=128"],
     ),
     "ratio": (lambda model, _: model.prune("random", 1.5), ["pruning_ratio is 1.5", "below 1"]),
-    "text": (lambda model, _: model.prune("taylor", 0.2, "16", 8), ["seq_len is '16'", "whole number"]),
     "long": (lambda model, _: model.prune("taylor", 0.2, 10**5, 8), ["seq_len 100000", "512 tokens"]),
-    "shape": (lambda model, _: model.prune("random", shape="square"), ["shape is 'square'", "uniform"]),
-    "align": (lambda model, _: model.prune("random", shape="free", align=8), ["--align 8", "shape is free"]),
-    "limit": (lambda model, _: model.evaluate(limit=0), ["limit is 0", "from 1"]),
     "unknown task": (lambda _, pruned: pruned.evaluate(tasks="piqa,bolq"), ["'bolq'", "did you mean 'boolq'?"]),
     "unknown format": (lambda _, pruned: pruned.save("x", "safetensor"), ["format is 'safetensor'", "hf-padded"]),
-    "no shards": (lambda _, pruned: pruned.save("x", shard_gb=0), ["shard_gb is 0", "0.0001 to 1e6"]),
     "existing folder": (lambda _, pruned: pruned.save(Path(__file__).parent), ["exists", "another folder"]),
-    "no model": (lambda *_: api.search([]), ["model: []", "name at least one"]),
     "unknown space": (lambda *_: api.search("tiny-llama", "smokee"), ["'smokee'", "did you mean 'smoke'?"]),
     "no folder": (lambda *_: api.load_results("nope"), ["nope is not a folder", "ray_results/NAME"]),
 }
@@ -286,9 +211,7 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
 
 @pytest.mark.usefixtures("nothing_created")
 @pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said(
-    call: Callable[[Model, Any], object], words: list[str], model: Model, pruned: Any
-) -> None:
+def test_what_is_wrong_is_said(call, words, model, pruned):
     with pytest.raises(UserError) as error:
         call(model, pruned)
     sentence = str(error.value)

@@ -42,7 +42,7 @@ def keep_index_only(folder: Path) -> None:
 
 
 def store_in_8_bits(folder: Path) -> None:
-    """As checkpoints in FP8 have it, whose scales are tensors beside the weights."""
+    """Store a weight as checkpoints in FP8 do, whose scales are tensors beside the weights."""
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors", {"format": "pt"})
@@ -55,12 +55,12 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     "config a list": (lambda folder: (folder / "config.json").write_text("[1]"), ["config.json", "no model_type"]),
     "other family": ({"model_type": "gpt2"}, ["'gpt2'", "not supported", "qwen2"]),
     "misspelt family": ({"model_type": "llamaa"}, ["did you mean 'llama'?"]),
+    "images, too": ({"model_type": "mistral3"}, ["'mistral3' is not supported", "(mistral) as one of its parts"]),
+    "no language model": ({"model_type": "t5"}, ["'t5' is not supported", "no causal language model"]),
     "text for a size": ({"hidden_size": "big"}, ["hidden_size", "'big'"]),
     "no layers": ({"num_hidden_layers": 0}, ["num_hidden_layers 0", "at least 1"]),
-    "no KV heads": ({"num_key_value_heads": 0}, ["num_key_value_heads 0"]),
     "heads that do not divide": ({"num_attention_heads": 7, "head_dim": None}, ["number of attention heads (7)"]),
     "unknown activation": ({"hidden_act": "nope"}, ["no model that can be built", "nope"]),
-    "left out size": ({"hidden_size": None}, ["do not fit its config.json", "model.embed_tokens.weight"]),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, ["quantised (fp8", "made from"]),
     "weights in 8 bits": (store_in_8_bits, ["quantised (model.layers.0.mlp.down_proj.weight is F8_E4M3)"]),
     "other width": ({"intermediate_size": 72}, ["gate_proj.weight is [", "instead of [72"]),
@@ -68,48 +68,19 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),
     "weights cut off": (
         write_weights((TINY_FOLDER / "model.safetensors").read_bytes()[:-5000]),
-        ["damaged or cut off", "bytes", "download the model again"],
+        ["damaged or cut off", "download the model again"],
     ),
-    "weights a Git LFS pointer": (
-        write_weights(b"version https://git-lfs.github.com/spec/v1\n"),
-        ["model.safetensors is a pointer of Git LFS", "git lfs pull"],
-    ),
-    "tokenizer a Git LFS pointer": (
-        lambda folder: (folder / "tokenizer.json").write_text(
-            "version https://git-lfs.github.com/spec/v1\noid sha256:0"
-        ),
-        ["tokenizer.json is a pointer of Git LFS", "git lfs pull"],
-    ),
+    "a Git LFS pointer": (write_weights(b"version https://git-lfs.github.com/spec/v1\n"), ["git lfs pull"]),
+    "weights elsewhere": ({"transformers_weights": "other.safetensors"}, ["transformers_weights", "take"]),
+    "weights of a missing part": (keep_index_only, ["lacks 1 of 1 weight files", "model-1.safetensors"]),
     "an adapter beside": (
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-        ["has adapter_config.json beside its config.json", "take the model without that file", "merge the adapter"],
+        ["adapter_config.json", "merge the adapter"],
     ),
     "an adapter alone": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
-        ["is an adapter (adapter_config.json) and no model", "merge the adapter into the model that it names"],
+        ["is an adapter", "merge the adapter into the model that it names"],
     ),
-    "weights elsewhere": (
-        {"transformers_weights": "other.safetensors"},
-        ["transformers_weights: 'other.safetensors'", "take"],
-    ),
-    "config elsewhere": (
-        {"configuration_files": ["config.4.0.0.json"]},
-        ["configuration_files: ['config.4.0.0.json']", "take"],
-    ),
-    "images, too": (
-        {"model_type": "mistral3"},
-        ["'mistral3' is not supported", "language model (mistral) as one of its parts"],
-    ),
-    "images, too, in 8 bits": (
-        {
-            "model_type": "mistral3",
-            "text_config": {"model_type": "ministral3"},
-            "quantization_config": {"quant_method": "fp8"},
-        },
-        ["'mistral3' is not supported", "language model (ministral3) as one of its parts"],
-    ),
-    "no language model": ({"model_type": "t5"}, ["'t5' is not supported: a model of it is no causal language model"]),
-    "weights of a missing part": (keep_index_only, ["lacks 1 of 1 weight files", "model-1.safetensors"]),
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("token*")], ["tokenizer", "complete"]),
     "tokenizer no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), ["tokenizer"]),
     "tokenizer of another model": ({"vocab_size": 10}, ["gives the token id", "vocab_size", "10"]),
@@ -118,9 +89,7 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
 
 
 @pytest.mark.parametrize(("change", "words"), BROKEN_MODELS.values(), ids=BROKEN_MODELS)
-def test_broken_models_are_refused_before_weights_are_loaded(
-    change: dict[str, Any] | Callable[[Path], object], words: list[str], refusal: Callable[..., str], tmp_path: Path
-) -> None:
+def test_broken_models_are_refused_before_weights_are_loaded(change, words, refusal, tmp_path):
     folder = model_folder(tmp_path / "broken", **(change if isinstance(change, dict) else {}))
     if callable(change):
         change(folder)
@@ -133,17 +102,11 @@ def test_a_file_is_no_model(refusal: Callable[..., str], tmp_path: Path) -> None
     assert "model.bin is a file" in refusal("--model", tmp_path / "model.bin")
 
 
-def test_models_must_be_distinct(refusal: Callable[..., str], plan_text: Callable[..., str], tmp_path: Path) -> None:
+def test_models_must_be_distinct(refusal: Callable[..., str], tmp_path: Path) -> None:
     more = ("--search-space", "smoke", "--calibration", "embedded", "--data-dir", data_folder(tmp_path / "data"))
-    more += ("--tasks", "piqa", "--limit", "5")
     one, same_name = model_folder(tmp_path / "a" / "m"), model_folder(tmp_path / "b" / "m", rms_norm_eps=1e-5)
-    copy = model_folder(tmp_path / "copy")
     assert "'m'" in refusal("--model", one, "--model", same_name, *more)
-    assert "same model" in refusal("--model", one, "--model", copy, *more)
-    assert "1 trials" not in plan_text("--model", one, "--model", one, *more)  # the same name twice is once
-    (copy / "model.safetensors").write_bytes(b"")
-    sentence = refusal("--model", one, "--model", copy, *more)
-    assert sentence.startswith(f"error: --model {copy}: weight file")  # of several models the broken one is named
+    assert "same model" in refusal("--model", one, "--model", model_folder(tmp_path / "copy"), *more)
 
 
 # A file of --data-dir, what is written there (None: the file is taken away), and what the sentence must hold.
@@ -156,18 +119,11 @@ BROKEN_DATA: dict[str, tuple[str, bytes | None, list[str]]] = {
     "perplexity text missing": (TEXT_FILE, None, ["perplexity text", "is missing"]),
     "perplexity text empty": (TEXT_FILE, b" \n", ["perplexity text", "is empty"]),
     "perplexity text binary": (TEXT_FILE, b"\xff\xfe", ["perplexity text", "not UTF-8 text (byte 0)"]),
-    "a late byte": (
-        TEXT_FILE,
-        b"\xef\xbb\xbf" + b"a b\n" * 5000 + b"\xe9",
-        ["perplexity text", "not UTF-8 text (byte 20,003)"],
-    ),
 }
 
 
 @pytest.mark.parametrize(("file", "content", "words"), BROKEN_DATA.values(), ids=BROKEN_DATA)
-def test_broken_data_is_refused(
-    file: str, content: bytes | None, words: list[str], refusal: Callable[..., str], tmp_path: Path
-) -> None:
+def test_broken_data_is_refused(file, content, words, refusal, tmp_path):
     path = data_folder(tmp_path / "data") / file
     path.unlink()
     if content is not None:
@@ -191,13 +147,6 @@ def test_data_without_tasks_and_without_calibration_text(refusal: Callable[..., 
 def test_unusable_calibration_texts(content: bytes, words: str, refusal: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(content)
     assert words in refusal(*TINY, "--calibration", tmp_path / "text")
-
-
-def test_calibration_on_the_perplexity_text_is_refused(tmp_path, capsys):
-    text = tmp_path / "copy.txt"
-    text.write_text(embedded.perplexity_text() + "\n\n")  # layout does not make it another text
-    assert search.main([*TINY, "--dry-run", "--calibration", str(text)]) == 2
-    assert "is the text that perplexity is reported on" in capsys.readouterr().err
 
 
 def test_unusable_mixtures(refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -279,9 +228,7 @@ def test_hub_models_without_a_network(refusal: Callable[..., str], monkeypatch: 
     assert len(asked) == 1  # the client's own retries would take half a minute
 
 
-def test_data_sets_without_a_network(
-    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_data_sets_without_a_network(refusal, monkeypatch, tmp_path):
     def no_network(url: str) -> None:
         raise ConnectionError("no route to host")
 
@@ -297,26 +244,6 @@ def test_data_sets_without_a_network(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "allenai___c4").mkdir()  # as the datasets library keeps what it has prepared
     checks.check_cached(ModelRun("m", "m", None, "c4", str(tmp_path), EvaluationProtocol(), 0, "float32"))
-
-
-@pytest.mark.slow
-def test_libraries_add_no_lines_of_their_own(tmp_path: Path) -> None:
-    """In a process of its own, where transformers would warn about this config before it fails."""
-    folder = model_folder(tmp_path / "m", rope_parameters={"rope_type": "nope", "rope_theta": 10000.0})
-    argv = ["--model", str(folder), "--search-space", "smoke", "--calibration", "embedded"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tune_prune", "search", *argv], capture_output=True, text=True, env=_environment()
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert re.fullmatch(
-        r"error: config.json of .* describes no model that can be built \(KeyError: 'nope'\).*\n", done.stderr
-    )
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the package found from the temporary folder."""
-    return os.environ | {"PYTHONPATH": str(Path(search.__file__).parents[2])}
 
 
 def test_a_folder_too_deep_for_ray_is_one_sentence(tmp_path, monkeypatch, capfd):
@@ -362,7 +289,7 @@ ROW = {"model": "m", "method": "taylor", "seq_len": 16, "num_samples": 4, "acc_m
 
 
 def test_names_of_files_do_not_act_on_a_terminal(plan_text: Callable[..., str], tmp_path: Path) -> None:
-    """Of those that nobody has named: the calibration text that lies in the data."""
+    """Nobody has named this one: the calibration text that lies in the data."""
     data, folder = data_folder(tmp_path / "data"), model_folder(tmp_path / "m")
     (data / "text" / "a\x1b[2Jtrain.txt").write_text(embedded.calibration_text())
     shown = plan_text(
@@ -376,49 +303,6 @@ def csv_file(folder: Path, *rows: dict) -> str:
     return f"m={folder / 'results.csv'}"
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "says"),
-    [
-        ("num_samples", 1e300, "is not a whole number of up to 9,007,199,254,740,992"),
-        ("params_count", 1e308, "is not a whole number"),
-        ("ppl", 1e308, "is beyond 1e+100"),
-        ("elapsed_time", -1e308, "is beyond 1e+100"),
-    ],
-)
-def test_numbers_beyond_all_sizes(
-    column: str, value: float, says: str, refused: Callable[..., str], tmp_path: Path
-) -> None:
-    sentence = refused(analysis.main, "--csv", csv_file(tmp_path, ROW | {column: value}), "--output", tmp_path / "out")
-    assert f"line 2, column {column}: " in sentence and says in sentence and not (tmp_path / "out").exists()
-
-
-def test_a_results_file_that_names_an_address_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = csv_file(tmp_path, ROW | {"output_dir": "s3:/b/x"}, ROW | {"seq_len": 32, "output_dir": "file:/etc"})
-    assert analysis.main(["--csv", where, "--export-study", str(tmp_path / "study.db")]) == 0
-    assert "m: 2 trials" in capsys.readouterr().out
-
-
-# What a study cannot hold of a row.
-TIMES = {
-    "no time": {"started_at": "soon"},
-    "an endless trial": {"started_at": "2026-05-01T12:00:00+00:00", "elapsed_time": 1e99},
-    "before all times": {"started_at": "0001-01-01T00:00:00+00:00"},
-}
-
-
-@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
-def test_a_study_of_no_times(times: dict, tmp_path: Path) -> None:
-    """They are left out."""
-    assert analysis.main(["--csv", csv_file(tmp_path, ROW | times), "--export-study", str(tmp_path / "study.db")]) == 0
-
-
-def test_a_stopped_trial_of_a_published_file_in_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stopped = {"seq_len": 32, "key": "k", "status": "stopped_early", "success": False}
-    where = csv_file(tmp_path, ROW | {"key": "a", "status": "complete", "success": True}, ROW | stopped)
-    assert analysis.main(["--csv", where, "--export-study", str(tmp_path / "study.db")]) == 0
-    assert "m: 2 trials" in capsys.readouterr().out
-
-
 def test_only_a_study_is_replaced_by_a_study(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "experiment.json").write_text("{}")
     argv = ("--csv", csv_file(tmp_path, ROW), "--export-study", tmp_path / "experiment.json", "--overwrite")
@@ -428,9 +312,7 @@ def test_only_a_study_is_replaced_by_a_study(refused: Callable[..., str], tmp_pa
 
 RECORDED = {
     "tasks a number": ({"tasks": 3}, "does not name a configuration"),
-    "a task a number": ({"tasks": {"boolq": 1}}, "does not name a configuration"),
     "an accuracy a text": ({"acc_mean": "high"}, "'high' is not a number"),
-    "a baseline a number": ({"baseline": 3}, "does not name a configuration"),
     "no name of a text": (
         {"source": RUN.to_dict() | {"calibration": "/a\0b"}},
         "calibration text /a\\x00b cannot be read",
@@ -454,15 +336,3 @@ def test_help_that_nobody_reads() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root})
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-@pytest.mark.slow
-def test_a_plan_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tune_prune.search", *map(str, TINY), "--dry-run"]
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    run = subprocess.run(
-        command, env=os.environ | {"TMPDIR": str(temporary)}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert list(temporary.glob("*tune_prune*")) == []

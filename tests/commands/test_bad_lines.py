@@ -31,9 +31,7 @@ search TINY --modle x : unknown flag --modle, did you mean --model?
 search --modle x --inlin : unknown flag --modle, did you mean --model?; unknown flag --inlin, did you mean --inline?
 search -m tiny-llama : unknown flag -m, did you mean --model or --memory? ; --help-all)
 search TINY --num_trials 20 : unknown flag --num_trials, did you mean --num-trials?
-search TINY --search-sp smoke : unknown flag --search-sp, did you mean --search-space?
 search TINY --method taylor : --method is a key of search spaces: write `method: [...]` into a YAML file
-search --model ' ' : --model: is empty
 search --model mistrall : unknown model 'mistrall' ; did you mean 'mistral'? ; hub id
 search --model ./nope : ./nope does not exist ; tiny-llama
 search --model ~no-such-user/model : ~no-such-user/model ; whole path
@@ -46,15 +44,10 @@ search TINY --objective kl : --objective kl ; all 6 ; analysis --rule kl
 search TINY --search optuna --num-trials 0 : --num-trials: '0' ; from 1
 search TINY --search optuna --num-trials 7 : 7 ; only 6 ; at most 6
 search TINY --pruning-ratio 0 : --pruning-ratio: '0' ; above 0 and below 1
-search TINY --pruning-ratio 1 : '1' ; below 1
-search TINY --pruning-ratio nan : 'nan'
 search TINY --pruning-ratio 0.95 : 0.95 ; can be removed ; at most 0.
 search TINY --pruning-ratio 1e-9 : 1e-09 ; MLP channel ; at least 0.00
 search TINY --shape square : --shape: 'square' ; uniform
-search TINY --shape aligned- : --shape: 'aligned-' ; aligned-64
 search TINY --shape free --align 8 : --align 8 ; --shape aligned ; is free
-search TINY --shape uniform-4 --align 8 : --align is 8 ; is uniform-4
-search TINY --shape aligned --align 0 : --align: '0' ; from 1
 search TINY --shape aligned --align 65 : 64 channels ; the 65 ; --align 32
 search TINY --shape aligned --pruning-ratio 0.4 : only 46,080 can be removed in shape aligned-64 ; at most 0.29, ; a smaller --align
 search TINY --shape uniform --pruning-ratio 0.9 : can be removed in shape uniform ; at most 0.6 ; --shape aligned
@@ -62,37 +55,28 @@ search TINY --shape aligned-30 --pruning-ratio 0.01 : shape aligned-30 alone rem
 search TINY --shape aligned --pruning-ratio 0.01 : a KV group, 3,072 ; 0.0193
 search TINY --shape uniform --pruning-ratio 0.005 : an MLP channel of every layer, 960 ; at least 0.006
 search TINY --limit 0 : --limit: '0' ; from 1
-search TINY --limit 1.5 : --limit: '1.5' ; whole number
 search TINY --seed -1 : --seed: '-1' ; from 0 to 4294967295
-search TINY --seed 4294967296 : --seed ; 4294967295
 search TINY --seeds 0,x : --seeds: 'x' is not a whole number ; e.g. 0,1,2
 search TINY --seeds MANY : 16,667 seeds of the flags make 100,002 combinations
 search TINY --draws 2 --seeds 0,1 : --draws 2 ; --seeds names others ; leave one of them out
 search TINY --tasks piqa,bolq : 'bolq' ; did you mean 'boolq'?
 search TINY --tasks , : --tasks ; at least one
 search TINY --tasks ../x : '../x' is not the name of a task
-search TINY --dtype float16 : --dtype: unknown value 'float16' ; bfloat16
-search TINY --scheduler pbt : --scheduler: unknown value 'pbt' ; asha
 search TINY --calibration wikitext : 'wikitext' ; did you mean 'wikitext2'?
 search TINY --calibration embedded+ : is neither a file nor a known source
 search TINY --data-dir nope : --data-dir nope ; tasks/
 search TINY --memory 20 : --memory: '20' is not an amount of memory ; 20GiB
-search TINY --memory 0GiB : --memory: '0GiB' is not an amount of memory
 search TINY --gpus-per-trial 0.3 : --gpus-per-trial is 0.3 ; 0.25 ; 0.3333
 search TINY --gpus-per-trial 1.5 : 1.5 ; use 1 or 2
 search TINY --gpus-per-trial 1 : 1 GPUs ; at most ; --address
-search TINY --gpus-per-trial 2 : 2 GPUs ; no node has them together ; --gpus-per-trial
 search TINY --cpus-per-trial 9999 : 9999 CPUs ; at most ; --cpus-per-trial
-search TINY --cpus-per-trial 0 : --cpus-per-trial is 0
 search TINY --trial-timeout 0 : --trial-timeout: '0' ; from 1
-search TINY --trial-timeout nan : --trial-timeout: 'nan'
 search TINY --inline --address a:1 : --inline ; --address ; leave one
 search TINY --inline --gpus-per-trial 0.5 : --gpus-per-trial is 0.5 ; --inline ; 1
 search TINY --inline --trial-timeout 60 : --trial-timeout ; --inline ; leave one
 search TINY --address head : 'head' ; HOST:PORT
 search TINY --address ray://127.0.0.1:10001 : ray:// ; HOST:PORT
 search TINY --name a/b : 'a/b' ; --storage-path
-search TINY --name .. : '..' ; --name
 search TINY --name LONG : at most 100
 search TINY --name WIDE : at most 100 ; 255 bytes
 search TINY --storage-path LONGER : which no file can be named by ; shorter name
@@ -100,17 +84,13 @@ search TINY --storage-path ftp://bucket/x : ftp://bucket/x is no address of resu
 search TINY --storage-path s3:/bucket/x : s3:/bucket/x is no address of results
 search TINY --storage-path /dev/null/x : /dev/null is a file ; --storage-path
 search TINY --storage-path gone/below : gone is a link that leads nowhere ; --storage-path
-search TINY --storage-path loop/below : loop is a link that leads nowhere ; --storage-path
 search TINY --storage-path kept : results cannot be written to ; kept/artifacts
 search TINY --storage-path NO_TEXT : 'r\udce9sultats' is no UTF-8 text
 search TINY --track wandb,mlfow : --track: unknown value 'mlfow'; did you mean 'mlflow'?
-search TINY --track , : --track ; names none
 search TINY --json : --json is for --status
 search SPACE smoke --gpu h100 : --gpu plans ; add --dry-run, or leave it out
 search TINY --gpu 4080 : '4080' is no GPU that is known here ; did you mean 'RTX 4090'? known: A100 40GB,
-search TINY --gpu ' ' : ' ' is no GPU that is known here
 search TINY --gpu 0x4090 : 0 GPUs of a machine; it can be from 1 to 16
-search TINY --gpu 17xh100 : 17 GPUs of a machine; it can be from 1 to 16
 search TINY --gpu h100 --gpus-per-trial 0 : --gpus-per-trial 0 runs trials on CPUs ; leave one of them out
 search TINY --gpu h100 --gpus-per-trial 2 : is 2, but --gpu is 1 x H100 (79.1 GiB) ; e.g. --gpu 2x4090 for two
 search TINY --gpu 4090 --memory 100MiB : in its leanest way ; use --memory ; or more, or a smaller model
@@ -119,65 +99,47 @@ search TINY --gpu 512MiB : larger --gpu, use --dtype bfloat16, or choose a small
 search TINY --gpu h100 --address auto : --address for a cluster ; leave one of them out
 search --status nope --gpu 4090 --dry-run : the experiment 'nope'
 search --status file : the experiment 'file', which is not in
-search --status ./gone : which is not in ray_results
 search --status x --storage-path file : the experiment 'x', which is not in
-search --status x --storage-path gs:b : gs:b is no address of results
 prune : the following arguments are required: --output
 prune --output out : --model, --method, --seq-len, --num-samples are missing ; --config
 prune --model tiny-llama --method taylor --output out : --seq-len, --num-samples are missing
 prune --config nope.json --output out : nope.json does not exist ; global_best_config.json
 prune --config thesis.tex --output out : is no JSON file; name the global_best_config.json
-prune --config s3:/b/x --output out : s3:/b/x is no address of results
 prune PRUNE --base x : --base x is for --config
 prune PRUNE --model tiny-qwen2 : --model is given twice ; prune takes one
-prune --model tiny-llama --method tailor --seq-len 16 --num-samples 8 --output out : 'tailor' ; did you mean 'taylor'
-prune --model tiny-lama --method magnitude --output out : 'tiny-lama' ; did you mean 'tiny-llama'
-prune PRUNE --pruning-ratio 0.9 : 0.9 ; can be removed
-prune PRUNE --shape free --align 16 : --align 16 ; --shape aligned
-prune PRUNE --format onnx : --format: unknown value 'onnx' ; gguf
 prune PRUNE --shard-gb 0 : --shard-gb: '0' is not a number of gigabytes
-prune PRUNE --compensation lasso : --compensation ; least_squares
 prune PRUNE --recovery lora --recovery-rate 2 : --recovery-rate: '2' ; at most 1
 prune --model tiny-llama --method taylor --seq-len 4096 --num-samples 8 --output out : 4096 ; 512
 prune TAYLOR --output s3:/b/x : --output s3:/b/x is no folder
 prune TAYLOR --output file : --output ; exists and is not a folder
 evaluate : the following arguments are required: --model
 evaluate --model tiny-llama --model tiny-qwen2 : --model is given twice ; evaluate takes one
-evaluate --model tiny-llama --limit 0 : --limit: '0' ; from 1
-evaluate --model tiny-llama --device tpu : --device: unknown value 'tpu' ; cuda
 evaluate --model tiny-llama --perplexity-window 1 : --perplexity-window: '1' ; from 2
 evaluate --model tiny-llama --base tiny-llama : --base tiny-llama is read with --kl only
 evaluate --model tiny-llama --output no/such/x.json : --output no/such ; existing folder
 evaluate --model tiny-llama --output /proc/x.json : /proc/x.json cannot be ; existing
 evaluate --model tiny-llama --output /tmp : --output /tmp is a folder
 evaluate --model tiny-llama --output thesis.tex : thesis.tex exists and is no record of an evaluation
-evaluate --model tiny-llama --output list.json : list.json exists and is no record of an evaluation
 evaluate --model tiny-llama --output pipe : pipe exists and is no record of an evaluation
-evaluate --model NO_TEXT : 'r\udce9sultats' is no UTF-8 text
 speed : --config or --model is missing
 speed --config x --output a.json : --output is for --model alone
 speed --model tiny-llama --all : --all is for --config
 speed --model tiny-llama --overwrite : --overwrite is for --config
 speed --config nowhere : is not a folder
 speed --model tiny-llama --output list.json : is no record of a speed
-speed --model tiny-llama --new-tokens 0 : --new-tokens: '0' is not a whole number
 analysis x --perc : unknown flag --perc, did you mean --percent?
 analysis : nothing to analyse was named
 analysis no-such-folder : no-such-folder is not a folder
 analysis --csv all_methods_results.csv : is not MODEL=PATH
-analysis --csv =x.csv : is not MODEL=PATH
 analysis --csv M=no-such.csv : no-such.csv cannot be read
 analysis --csv M=x.csv --baseline M : 'M' is not MODEL=ACCURACY
-analysis --csv M=x.csv --baseline M=0 : 'M=0' is not MODEL=ACCURACY
 analysis --csv M=x.csv --baseline M=120 : 'M=120' is not MODEL=ACCURACY
 analysis x --rule luck : --rule: unknown value 'luck'; known: accuracy, gold_logprob
-analysis x --seed -1 : --seed
 analysis x --within 1 : --within 1 is for --rule smallest
 analysis x --rule smallest --within nan : 'nan' is not a number of percentage points from 0 to 100
 analysis x --overwrite : --overwrite is for --export-study
 analysis x --export-study y.db --rule kl : --rule is for the report, and --export-study writes the trials alone
 analysis x --export-study y.db --percent : --percent is for the report
-analysis s3:/b/x : s3:/b/x is no address of results
 analysis x --output s3:/b/x : 's3:/b/x' is no folder
 analysis --csv M=gone : cannot be read as a CSV file
 """.strip().splitlines()
@@ -192,16 +154,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "list.json").write_text('{"metric": 1}')
     os.mkfifo(folder / "pipe")  # as /dev/null would be
     (folder / "gone").symlink_to(folder / "not there")
-    (folder / "loop").symlink_to(folder / "loop")
     (folder / "kept").mkdir()
     (folder / "kept" / "artifacts").write_text("no folder")
     return folder
 
 
 @pytest.mark.parametrize("row", LINES)
-def test_a_bad_line_is_told_what_to_write(
-    row: str, folder: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_line_is_told_what_to_write(row, folder, refused, monkeypatch):
     monkeypatch.chdir(folder)
     line, words = row.split(" : ")
     values = SHORT | {

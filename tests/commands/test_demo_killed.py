@@ -1,4 +1,4 @@
-"""What docs/recipes.md says of `make demo`: killed in the middle and run again, it ends right."""
+"""`make demo`, as docs/recipes.md says: killed in the middle and run again, it ends right."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def demo() -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_a_demo_that_was_killed_in_the_middle_ends_right_when_it_is_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_demo_that_was_killed_in_the_middle_ends_right_when_it_is_run_again(tmp_path, monkeypatch):
     recipes = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert (
         "    make demo    # stop it: Ctrl-C, kill -9, a power cut\n    make demo    # goes on where it was" in recipes

@@ -96,15 +96,7 @@ def test_a_search_that_cannot_start_is_a_failure_in_the_log(capsys: pytest.Captu
     assert failure["reason"] and failure["reason"] in output.err
 
 
-def test_its_status_afterwards(followed: tuple[Path, list[dict[str, Any]], str]) -> None:
-    found = status.read(FolderStore(followed[0]))
-    assert found["state"] == "ended" and found["trials"]["done"] == found["trials"]["planned"] == 1
-    assert found["search"]["running"] == [] and found["search"]["done"] == 1
-
-
-def test_records_of_another_search_are_named_and_left_out(
-    followed: tuple[Path, list[dict[str, Any]], str], tmp_path: Path
-) -> None:
+def test_records_of_another_search_are_named_and_left_out(followed, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(followed[0], folder)
     about = json.loads((folder / EXPERIMENT).read_text())
@@ -128,9 +120,7 @@ def troubled(monkeypatch: pytest.MonkeyPatch, troubles: dict[str, BaseException]
     monkeypatch.setattr(Trial, "stages", stages)
 
 
-def test_a_log_of_failures_and_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_of_failures_and_an_interrupt(tmp_path, monkeypatch, capsys):
     """Every line is an object, also of what went wrong; nothing acts on a terminal; the same command goes on."""
     red = "too \x1b[31m\x9b31mred ü\nand a second line"
     troubles: dict[str, BaseException] = {"magnitude": RuntimeError(red), "taylor": KeyboardInterrupt()}
@@ -167,19 +157,3 @@ def test_a_log_of_failures_and_an_interrupt(
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["recorded"] for event in events if event["event"] == "plan"] == [1]
     assert events[-1]["trials"] == {"complete": 3}
-
-
-def test_the_log_says_why_a_trial_was_stopped_and_what_it_took(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As docs/watching.md says of `trial_end`: what the ledger has."""
-    space = "search: grid\nmethod: [taylor, random]\nseq_len: 16\nnum_samples: 8\n"
-    (tmp_path / "space.yaml").write_text(space)
-    argv = ["--model", "tiny-llama", "--search-space", str(tmp_path / "space.yaml"), "--pruning-ratio", "0.5"]
-    argv += ["--limit", "16", "--tasks", "boolq", "--perplexity-tokens", "300", "--scheduler", "asha", "--inline"]
-    assert search.main([*argv, "--log-json", "--storage-path", str(tmp_path), "--name", "one"]) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    (end,) = [event for event in events if event.get("status") == "stopped_early"]
-    record = Ledger(FolderStore(tmp_path / "one")).read(end["key"])
-    assert (end["reason"], end["seconds"], end["name"]) == (record.reason, record.elapsed_time_s, "random-s16-n8")
-    assert end["reason"].startswith("stopped by the scheduler at acc_mean ") and end["seconds"] > 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tune_prune
 from tests.s3_server import Server
-from tests.store_contract import other_search
 from tune_prune.commands import analysis, evaluate, prune, search
 from tune_prune.core import store as object_storage
 from tune_prune.core.ledger import Ledger
@@ -135,49 +134,3 @@ def test_who_reads_a_folder_reads_it(searched: Searched, tmp_path: Path, capsys:
     assert evaluate.main(["--model", str(tmp_path / "pruned"), "--limit", "5", "--output", record]) == 0
     ppl = json.loads(open_store(record.rpartition("/")[0]).get("one-record.json") or b"")["metrics"]["ppl"]
     assert ppl == pytest.approx(there.best["ppl"].iloc[0], rel=1e-6)
-
-
-def test_a_second_search_leaves(searched: Searched, capfd: pytest.CaptureFixture[str]) -> None:
-    store = open_store(searched.storage)
-    before = {name: store.get(name) for name in (*store.names(), *store.names(LEDGER))}
-    with other_search(store, LEASE_S) as first:
-        assert search.main([*searched.argv, "--storage-path", searched.storage.removesuffix("/one")]) == 2
-        told = capfd.readouterr().err.splitlines()[-1]
-        assert told.startswith(f"error: another search runs on experiment {store.folder} (process {first.pid} on ")
-    assert {name: store.get(name) for name in (*store.names(), *store.names(LEDGER))} == before
-
-
-def test_a_record_that_comes_late_replaces_none(searched: Searched) -> None:
-    ledger = Ledger(open_store(searched.storage))
-    record = ledger.records()[0]
-    late = type(record)(record.key, record.model, record.config, "failed", "the worker was thought dead")
-    assert ledger.write(late) == record == ledger.read(record.key)
-
-
-@pytest.mark.parametrize(
-    ("main", "argv", "sentence"),
-    [
-        (search.main, ["--storage-path", "s3://no-such-bucket/x"], "there is no s3://no-such-bucket; create it"),
-        (search.main, ["--storage-path", "hdfs://host/x"], "is no address of results"),
-        (prune.main, ["--output", "s3://bucket/model", "--config", "x"], "is no folder, which a checkpoint is"),
-        (analysis.main, ["s3://bucket/x", "--output", "s3://bucket/out"], "is no folder; name one"),
-        (analysis.main, ["s3://nothing-here"], "s3://nothing-here is not an experiment"),
-    ],
-)
-def test_what_is_refused(
-    s3: Server,
-    main: Callable[[list[str]], int],
-    argv: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    own = ["--model", "tiny-llama", "--search-space", "smoke", "--inline"] if main is search.main else []
-    monkeypatch.chdir(tmp_path)
-    try:
-        code = main([*own, *argv])
-    except SystemExit as stop:  # of argparse
-        code = stop.code
-    told = capsys.readouterr().err
-    assert code == 2 and sentence in told and list(tmp_path.iterdir()) == []

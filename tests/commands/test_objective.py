@@ -15,7 +15,7 @@ from tests.search_folders import TINY
 from tune_prune.analysis.statistics.rules import score
 from tune_prune.commands import search
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.measures import MEASURES, measured
+from tune_prune.core.measures import measured
 from tune_prune.core.store import STATUS, FolderStore
 
 
@@ -71,15 +71,8 @@ def test_the_report_of_a_search_is_that_of_its_folder(tmp_path: Path) -> None:
     assert "tune_prune" in text and "Ray" not in text
 
 
-def test_a_measure_is_the_mean_of_what_is_known() -> None:
-    metrics = {"acc_mean": 0.5, "ppl": 12.0, "gold_logprob_mean": -8.0, "kl_text": 1.0, "kl_tasks": 3.0}
-    assert [measured(metrics, name) for name in MEASURES] == [0.5, -12.0, -8.0, -2.0]
-    assert measured({"kl_text": 1.0}, "kl") == -1.0  # tasks without a single right choice have no KL
-    assert all(measured(bad, "perplexity") != measured(bad, "perplexity") for bad in ({}, {"ppl": float("inf")}))
-
-
 def test_a_trial_without_a_part_of_a_measure_is_compared_with_none_that_has_it() -> None:
-    """By Optuna as by the rule: the text's KL alone is another number than the mean of both."""
+    """Optuna and the rule agree: the text's KL alone is another number than the mean of both."""
     whole, half = {"kl_text": 1.0, "kl_tasks": 3.0}, {"kl_text": 1.0}
     assert np.isnan(measured(half, "kl", whole)) and measured(whole, "kl", half) == -2.0
     assert score(pd.DataFrame([whole, half]), "kl").tolist()[0] == -2.0

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import tune_prune
 from tests.search_folders import model_folder
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.checkpoint import generation_speed
 from tune_prune.commands import speed
-from tune_prune.core.speed_records import SpeedRecord, newest_conditions, readable_speeds, relative
+from tune_prune.core.speed_records import SpeedRecord, readable_speeds
 from tune_prune.core.store import FolderStore
 
 FINISHED = Path(__file__).parents[1] / "finished"
@@ -57,6 +58,13 @@ def experiment(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FINISHED / "storage" / name, tmp_path / name))
 
 
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "pruned"
+    tune_prune.open("tiny-llama", device="cpu").prune("magnitude").save(folder)
+    return folder
+
+
 @pytest.fixture
 def sentence(refused: Callable[..., str]) -> Callable[..., str]:
     """A function (*argv) -> the one sentence with which the command refuses."""
@@ -73,9 +81,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.parent.name != "speed"}
 
 
-def test_what_the_rules_choose_is_measured_once(
-    experiment: Path, printed: Callable[..., str], clock: Callable[[], int]
-) -> None:
+def test_what_the_rules_choose_is_measured_once(experiment, printed, clock):
     """Medians of the rounds that count, their ratio, and its lowest and highest; a second run has nothing to do, and what a kill
     has left out is all that it does. No file of a trial changes."""
     argv = ("--config", experiment, *SHORT, "--repeats", "3")
@@ -117,30 +123,9 @@ def test_what_the_rules_choose_is_measured_once(
     assert len(list((experiment / "speed").iterdir())) == len(chosen)
 
 
-def test_other_conditions_stand_beside_the_first(
-    experiment: Path, printed: Callable[..., str], clock: Callable[[], int]
-) -> None:
-    printed(speed.main, "--config", experiment, *SHORT, "--repeats", "1", "--all")
-    store = FolderStore(experiment)
-    first, _ = readable_speeds(store)
-    assert len(first) == 6
-    printed(speed.main, "--config", experiment, *SHORT, "--repeats", "2", "--model", "tiny-llama")
-    both, _ = readable_speeds(store)
-    assert 6 < len(both) < 12
-    last = max(both, key=lambda record: (record.measured_at, record.conditions.repeats))
-    assert last.conditions.repeats == 2
-    for newest in (last, min(first, key=lambda record: record.key)):
-        others = [record for record in both if record is not newest]
-        later = SpeedRecord(**vars(newest) | {"measured_at": "2999-01-01T00:00:00+00:00"})
-        kept = newest_conditions([*others, later])
-        assert {record.conditions.repeats for record in kept.values()} == {newest.conditions.repeats}
-
-
-def test_a_checkpoint_beside_its_dense_model(
-    tmp_path: Path, printed: Callable[..., str], clock: Callable[[], int]
-) -> None:
+def test_a_checkpoint_beside_its_dense_model(pruned, tmp_path, printed, clock):
     record = tmp_path / "speed.json"
-    argv = ("--model", FINISHED / "pruned", *SHORT, "--repeats", "3", "--output", record)
+    argv = ("--model", pruned, *SHORT, "--repeats", "3", "--output", record)
     for _ in range(2):  # its own record is replaced
         out = printed(speed.main, *argv)
     assert re.search(r"^original +4 +1\.00x +0\.25 +1\.00x ", out.replace("1.33", "4"), re.MULTILINE), out
@@ -156,19 +141,7 @@ def test_a_checkpoint_beside_its_dense_model(
     assert "tiny-llama" in alone and "pruned" not in alone and "(" not in alone
 
 
-def test_what_cannot_be_measured_is_one_sentence(
-    experiment: Path, tmp_path: Path, sentence: Callable[..., str]
-) -> None:
-    assert "--config or --model is missing" in sentence()
-    assert "--output is for --model alone" in sentence("--config", experiment, "--output", tmp_path / "a.json")
-    assert "--all is for --config" in sentence("--model", "tiny-llama", "--all")
-    assert "--model alpha is not in" in sentence("--config", experiment, "--model", "alpha")
-    assert "is not a folder" in sentence("--config", tmp_path / "nowhere")
-    assert "holds no all_methods_results.csv" in sentence("--config", FINISHED / "pruned")
-    (tmp_path / "other.json").write_text("{}")
-    told = sentence("--model", "tiny-llama", "--output", tmp_path / "other.json")
-    assert "no record of a speed" in told
-    assert "--new-tokens: '0' is not a whole number" in sentence("--model", "tiny-llama", "--new-tokens", "0")
+def test_what_cannot_be_measured_is_one_sentence(experiment, tmp_path, sentence):
     other = model_folder(tmp_path / "other", rms_norm_eps=0.1)
     assert "is an embedded model; leave it out" in sentence("--config", experiment, "--revision", "x")
     told = sentence("--config", experiment, "--base", other)
@@ -177,34 +150,3 @@ def test_what_cannot_be_measured_is_one_sentence(
     only.mkdir()
     shutil.copy(experiment / "all_methods_results.csv", only)
     assert "does not say which model" in sentence("--config", only)
-
-
-def test_a_plan_that_is_gone_is_named(experiment: Path, refused: Callable[..., str], clock: Callable[[], int]) -> None:
-    """What was measured before it is kept."""
-    found = find(read_study([experiment], [])).models["tiny-llama"]
-    last = found.named(found.chosen["pareto"][-1])
-    plan = Path(last["output_dir"]) / "pruning_plan.json"
-    plan.unlink()
-    told = refused(speed.main, "--config", experiment, *SHORT, "--repeats", "1", begun=True)
-    assert f"{plan} is missing, by which {last['name']} would be cut; search again" in told
-    assert records(experiment) and Path(last["output_dir"]).name not in records(experiment)
-
-
-def test_a_damaged_record_is_named(
-    experiment: Path, printed: Callable[..., str], refused: Callable[..., str], clock: Callable[[], int]
-) -> None:
-    argv = ("--config", experiment, *SHORT, "--repeats", "1")
-    printed(speed.main, *argv)
-    file = sorted((experiment / "speed").iterdir())[0]
-    file.write_text(file.read_text().replace('"measured_at": "2', '"measured_at": "1'))
-    assert str(file) in (told := refused(speed.main, *argv, begun=True)) and "checksum" in told
-    assert "delete it, and measure again" in told
-    found, damaged = readable_speeds(FolderStore(experiment))
-    assert [error.path for error in damaged] == [file] and found
-
-
-def test_a_ratio_is_that_of_medians() -> None:
-    assert relative([1.0, 2.0, 9.0], [1.0, 1.0, 3.0]).value == 2.0
-    assert (relative([1.0, 2.0, 9.0], [1.0, 1.0, 3.0]).lowest, relative([1.0, 2.0], [0.5, 0.25]).highest) == (1.0, 8.0)
-    with pytest.raises(ValueError, match="shorter"):
-        relative([1.0, 2.0], [1.0])

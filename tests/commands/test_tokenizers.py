@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 import tune_prune
-from tests.quiz import byte_tokenizer
-from tests.search_folders import TINY_FOLDER, data_folder, model_folder
+from tests.search_folders import data_folder, model_folder
 from tune_prune.commands import search
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_baselines
@@ -54,14 +52,7 @@ def test_the_token_that_ends_every_text(post_processor, token, tmp_path: Path) -
     assert end_token(AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path / "m", post_processor))) == token
 
 
-def test_tokenizers_without_such_a_token_or_told_to_add_it() -> None:
-    assert end_token(byte_tokenizer(True)) is end_token(byte_tokenizer(False)) is None
-    assert end_token(AutoTokenizer.from_pretrained(TINY_FOLDER, add_eos_token=True)) == "</s>"
-
-
-def test_a_search_says_that_its_answers_stand_behind_eos_and_asks_lm_eval_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_says_that_its_answers_stand_behind_eos_and_asks_lm_eval_once(tmp_path, monkeypatch, capsys):
     """The plan and the trials have the same items as tokens: those of one call of lm-eval, which a dry run leaves nowhere."""
     calls, build = [], zero_shot.build_suite
     monkeypatch.setattr(zero_shot, "build_suite", lambda *asked: calls.append(asked) or build(*asked))
@@ -87,9 +78,7 @@ def test_a_search_says_that_its_answers_stand_behind_eos_and_asks_lm_eval_once(
     assert found.findings.models["m"].warnings[0].kind == "items_after_eos"
 
 
-def test_token_ids_that_the_model_does_not_know_are_refused_by_every_command(
-    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_ids_that_the_model_does_not_know_are_refused_by_every_command(refusal, tmp_path, monkeypatch):
     model, data = tokenizer_folder(tmp_path / "m", added="zzz"), data_folder(tmp_path / "data")
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     says = f"the tokenizer of m gives the token id {size} in {{}}, but vocab_size in its config.json is {size}; use"

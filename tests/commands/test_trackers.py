@@ -67,9 +67,7 @@ def test_the_ledger_as_optuna_studies(experiment: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(("objective", "metric"), [("perplexity", "ppl"), ("kl", "kl")])
-def test_the_study_of_a_search_with_another_objective(
-    experiment: Path, tmp_path: Path, objective: str, metric: str
-) -> None:
+def test_the_study_of_a_search_with_another_objective(experiment, tmp_path, objective, metric):
     ledger = Ledger(FolderStore(experiment))
     for record in ledger.records():
         if record.status == "complete":
@@ -88,19 +86,6 @@ def test_the_study_of_a_search_with_another_objective(
     values = {r.key: r.metrics["ppl"] if metric == "ppl" else (2 + r.metrics["acc_mean"]) / 2 for r in records}
     found = {trial.user_attrs["key"]: trial.value for trial in study.trials if trial.value is not None}
     assert found == pytest.approx(values)
-
-
-@pytest.mark.slow
-def test_a_stopped_trial_is_pruned_where_it_was(experiment: Path, tmp_path: Path) -> None:
-    ledger = Ledger(FolderStore(experiment))
-    stopped = next(record for record in ledger.records() if record.status == "stopped_early")
-    put_sealed(
-        FolderStore(experiment), f"ledger/{stopped.key}.json", replace(stopped, metrics={"acc_mean": 0.4}).to_dict()
-    )
-    assert analysis.main([str(experiment), "--export-study", str(tmp_path / "study.db")]) == 0
-    study = optuna.load_study(study_name=stopped.model, storage=f"sqlite:///{tmp_path / 'study.db'}")
-    (pruned,) = (trial for trial in study.trials if trial.state.name == "PRUNED")
-    assert pruned.intermediate_values == {7 * 150: 0.4}
 
 
 # Trackers
@@ -131,9 +116,7 @@ def test_a_missing_package_is_a_sentence(capsys: pytest.CaptureFixture[str], mon
     )
 
 
-def test_a_tracker_that_fails_is_a_warning_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_fails_is_a_warning_once(monkeypatch, capsys):
     def log(trial: Any) -> None:
         raise ConnectionError("no route to host")
 
@@ -147,9 +130,7 @@ def test_a_tracker_that_fails_is_a_warning_once(
 
 
 @pytest.mark.slow
-def test_mlflow_has_every_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_has_every_trial(tmp_path, monkeypatch, capsys):
     from mlflow import MlflowClient  # after MLFLOW_TRACKING_URI and what its module sets
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -166,9 +147,7 @@ def test_mlflow_has_every_trial(
 
 
 @pytest.mark.slow
-def test_wandb_writes_offline_unless_it_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_writes_offline_unless_it_is_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

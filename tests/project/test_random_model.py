@@ -59,25 +59,3 @@ def test_the_folder_is_a_model_that_loads_and_runs(tmp_path: Path) -> None:
     assert losses.isfinite().all() and losses.std() > 0.1
     smaller = opened.prune("magnitude", ratio=0.2)
     assert smaller.params < 0.81 * opened.params
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--layers", "0"), "argument --layers: '0' is not a whole number from 1"),
-        (("--vocab", "9"), "argument --vocab: '9' is not a whole number from 300"),
-        (("--output", "."), "--output . exists"),
-        (("--like", "llama-3-70b", "--layers", "80", "--vocab", "128256"), "needs 141.1 GB and 100.0 GB are free"),
-    ],
-)
-def test_what_cannot_be_made_is_said(
-    flags: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10**11}))
-    with pytest.raises(SystemExit) as stop:
-        make_random_model.main([*SMALL, "--output", str(tmp_path / "x"), *flags])
-    assert stop.value.code == 2 and words in capsys.readouterr().err

@@ -110,7 +110,7 @@ EVIL = "import pathlib\npathlib.Path({ran!r}).touch()\n\n\nclass Any:\n    pass\
 
 @pytest.mark.parametrize("model_type", ["llama", "made_up", None])
 def test_no_code_of_a_model_runs(model_type: str | None, tmp_path: Path) -> None:
-    """Of a known type, of an unknown one, and in the tokenizer of a whole model."""
+    """The type is known or unknown, or the code is in the tokenizer of a whole model."""
     named = {"AutoConfig": "evil.Any", "AutoModelForCausalLM": "evil.Any", "AutoTokenizer": ["evil.Any", "evil.Any"]}
     folder = model_folder(tmp_path / "m", auto_map=named, **({"model_type": model_type} if model_type else {}))
     (folder / "evil.py").write_text(EVIL.format(ran=str(tmp_path / "ran")))

@@ -14,7 +14,6 @@ import study_smollm2
 from tune_prune.analysis.input.items import GOLD
 from tune_prune.commands import search
 from tune_prune.commands.analysis import parser as analysis_parser
-from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import RESULTS
 from tune_prune.tuning import space as search_space
@@ -29,7 +28,7 @@ DRAWN = [("taylor-s256-n512", 0.45, -37.0), ("layerwise-s32-n256", 0.43, -37.5)]
 
 
 def rows(configurations: list[tuple[str, float, float]]) -> pd.DataFrame:
-    """As the findings of a search have them."""
+    """Make rows as the findings of a search have them."""
     found = []
     for name, accuracy, gold in configurations:
         method, seq_len, num_samples = name.split("-")
@@ -41,7 +40,7 @@ def rows(configurations: list[tuple[str, float, float]]) -> pd.DataFrame:
 
 
 def commands_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> list[tuple[str, ...]]:
-    """What a study runs whose searches find GRID and DRAWN."""
+    """Return the commands of a study whose searches find GRID and DRAWN."""
     commands: list[tuple[str, ...]] = []
 
     def load_results(folder: Path) -> SimpleNamespace:
@@ -94,17 +93,3 @@ def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         text = (tmp_path / "output" / f"{step}.csv").read_text()
         assert text == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
     assert json.loads((tmp_path / "output" / "dense.json").read_text()) == {"acc_mean": 0.42}
-
-
-@pytest.mark.parametrize(
-    ("flags", "ran", "said"),
-    [
-        (["--contenders", "taylor-s256-n129"], 0, "none of the 45 configurations of paper_grid; did you mean"),
-        (["--contenders", "taylor-s16-n128"], 1, "taylor-s16-n128 has no complete trial in"),
-        (["--rule", "kl"], 1, "--rule kl needs a finite KL to the original model, which no trial of the study has"),
-    ],
-)
-def test_what_a_study_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags, ran, said) -> None:
-    with pytest.raises(UserError, match=said):
-        commands_of(monkeypatch, tmp_path, *flags)
-    assert len(list(tmp_path.glob("study-smollm2-*"))) == ran
