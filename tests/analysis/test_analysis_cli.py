@@ -134,7 +134,7 @@ def test_no_trial_at_all(tmp_path: Path, refusal: Callable[..., str]) -> None:
     for path in (folder / "ledger").glob("*.json"):
         path.write_text("{")
     said = refusal(folder, "--output", tmp_path / "out")
-    assert "no trial of alpha can be read, e.g. " in said and "ledger" in said
+    assert "none of the 0 trials of alpha is complete (e.g. " in said and "ledger" in said
     for path in (folder / "ledger").glob("*.json"):
         path.unlink()
     assert "alpha has no finished trial yet; run the search first" in refusal(folder, "--output", tmp_path / "out")

@@ -128,7 +128,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("seed", np.array([1, 2]), r"seed is array\(\[1, 2\]\); it must be a whole number"),
     ("pruning_ratio", 0, "pruning_ratio is 0; it must be a number above 0"),
     ("scheduler", "racing", "scheduler is 'racing'; did you mean 'race'"),
-    ("gpus_per_trial", 0.3, "gpus_per_trial is 0.3, which does not divide 1"),
+    ("gpus_per_trial", 0.3, "gpus_per_trial is 0.3, by which part of a device"),
 ]
 
 

@@ -29,9 +29,8 @@ search --model : --model: expected one argument
 search tiny-llama : unrecognized arguments: tiny-llama
 search TINY --modle x : unknown flag --modle, did you mean --model?
 search --modle x --inlin : unknown flag --modle, did you mean --model?; unknown flag --inlin, did you mean --inline?
-search -m tiny-llama : unknown flag -m, did you mean --model or --memory? ; --help-all)
+search -m tiny-llama : unknown flag -m ; --help-all)
 search TINY --num_trials 20 : unknown flag --num_trials, did you mean --num-trials?
-search TINY --method taylor : --method is a key of search spaces: write `method: [...]` into a YAML file
 search --model mistrall : unknown model 'mistrall' ; did you mean 'mistral'? ; hub id
 search --model ./nope : ./nope does not exist ; tiny-llama
 search --model ~no-such-user/model : ~no-such-user/model ; whole path
@@ -39,8 +38,8 @@ search --model file : file is a file
 search TINY --revision main : --revision main ; tiny-llama is an embedded model ; leave it out
 search SPACE papergrid : search space 'papergrid' is unknown ; did you mean 'paper_grid'? ; the path of a YAML file
 search TINY --search random : --search: unknown value 'random'; known: grid, optuna
-search TINY --num-trials 3 : --num-trials 3 ; all 6 ; --search optuna
-search TINY --objective kl : --objective kl ; all 6 ; analysis --rule kl
+search TINY --num-trials 3 : --num-trials 3 is for --search optuna ; leave it out
+search TINY --objective kl : --objective kl is for --search optuna ; analysis --rule kl
 search TINY --search optuna --num-trials 0 : --num-trials: '0' ; from 1
 search TINY --search optuna --num-trials 7 : 7 ; only 6 ; at most 6
 search TINY --pruning-ratio 0 : --pruning-ratio: '0' ; above 0 and below 1
@@ -94,15 +93,14 @@ search TINY --gpu 0x4090 : 0 GPUs of a machine; it can be from 1 to 16
 search TINY --gpu h100 --gpus-per-trial 0 : --gpus-per-trial 0 runs trials on CPUs ; leave one of them out
 search TINY --gpu h100 --gpus-per-trial 2 : is 2, but --gpu is 1 x H100 (79.1 GiB) ; e.g. --gpu 2x4090 for two
 search TINY --gpu 4090 --memory 100MiB : in its leanest way ; use --memory ; or more, or a smaller model
-search TINY --gpu 512MiB --dtype bfloat16 : smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model
-search TINY --gpu 512MiB : larger --gpu, use --dtype bfloat16, or choose a smaller model
+search TINY --gpu 512MiB --dtype bfloat16 : fullest GPU has 461 MiB of 512 MiB to use: use a larger GPU
 search TINY --gpu h100 --address auto : --address for a cluster ; leave one of them out
 search --status nope --gpu 4090 --dry-run : the experiment 'nope'
 search --status file : the experiment 'file', which is not in
 search --status x --storage-path file : the experiment 'x', which is not in
 prune : the following arguments are required: --output
-prune --output out : --model, --method, --seq-len, --num-samples are missing ; --config
-prune --model tiny-llama --method taylor --output out : --seq-len, --num-samples are missing
+prune --output out : --model, --method, --seq-len, --num-samples must be given ; --config
+prune --model tiny-llama --method taylor --output out : --seq-len, --num-samples must be given
 prune --config nope.json --output out : nope.json does not exist ; global_best_config.json
 prune --config thesis.tex --output out : is no JSON file; name the global_best_config.json
 prune PRUNE --base x : --base x is for --config

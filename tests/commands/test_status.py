@@ -197,7 +197,6 @@ def test_the_file_follows_the_search(observer: StatusObserver, tmp_path: Path) -
     assert found["running"][0]["after_stage"] == "perplexity" and found["running"][0]["host"] == message.record.host
     observer.on_error(SPEC, stage_message("k0", status="failed"), RuntimeError())
     assert told(tmp_path, lambda found: found["done"] == 2)["failed"] == 1
-    observer.on_tick(0)  # nothing went wrong
     observer.__exit__(KeyboardInterrupt, None, None)
     found = told(tmp_path, lambda found: found["state"] == "stopped")
     assert found["eta_seconds"] is None and found["running"] == []
@@ -205,18 +204,6 @@ def test_the_file_follows_the_search(observer: StatusObserver, tmp_path: Path) -
     assert told(tmp_path, lambda found: found["state"] == "running")["done"] == 2
     ended(FolderStore(tmp_path))
     assert told(tmp_path, lambda found: found["state"] == "ended")["done"] == 2
-
-
-def test_a_status_that_cannot_be_written_is_told_at_the_next_tick(observer, monkeypatch):
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(FolderStore, "put", full)
-    with pytest.raises(OSError, match="No space left"):  # noqa: PT012
-        for _ in range(500):
-            time.sleep(0.01)
-            observer.on_tick(1)
-    monkeypatch.undo()
 
 
 def test_a_search_that_had_nothing_left_to_run_has_ended(experiment: Path) -> None:

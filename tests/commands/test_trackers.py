@@ -123,10 +123,7 @@ def test_a_tracker_that_fails_is_a_warning_once(monkeypatch, capsys):
     monkeypatch.setitem(tracking.TRACKERS, "mlflow", lambda experiment: log)
     a_trial_is_tracked(TrackingObserver("mlflow", "x"))
     warnings = capsys.readouterr().err.splitlines()
-    assert warnings == [
-        "warning: --track mlflow: ConnectionError: no route to host; the search goes on",
-        "warning: --track mlflow: 2 runs could not be written",
-    ]
+    assert warnings == ["warning: --track mlflow: ConnectionError: no route to host; the search goes on"]
 
 
 @pytest.mark.slow

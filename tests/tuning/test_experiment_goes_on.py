@@ -60,7 +60,7 @@ def test_optuna_tries_no_more_than_one_group_has(
         "search: optuna\nnum_trials: 2\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: 8\nrecovery: [none, lora]\n"
     )
     argv = ("--model", "tiny-llama", "--search-space", str(space), "--limit", "4", "--tasks", "piqa")
-    assert "space: 2 of 2 configurations a model and recovery" in plan_text(*argv)
+    assert "optuna tries 2 of 2 ways" in plan_text(*argv)
     assert "has only 2 configurations with one recovery; ask for at most 2, " in refusal(*argv, "--num-trials", "3")
 
 

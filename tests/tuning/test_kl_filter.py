@@ -97,8 +97,8 @@ def test_the_record_says_which_measures_their_values_and_the_medians():
     assert rule.reasons == {
         "key012": "stopped by the KL filter: kl_text 7 is above 1.5 times 4.5, the median of 8 earlier trials; "
         "kl_tasks 80 is above 1.5 times 45, the median of 8 earlier trials",
-        "key013": "stopped by the KL filter: kl_text nan is not finite, and 5 is the median of 9 earlier trials; "
-        "kl_tasks inf is not finite, and 50 is the median of 9 earlier trials",
+        "key013": "stopped by the KL filter: kl_text nan is not finite, beside 5, the median of 9 earlier trials; "
+        "kl_tasks inf is not finite, beside 50, the median of 9 earlier trials",
     }
 
 

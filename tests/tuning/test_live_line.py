@@ -13,7 +13,7 @@ from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.pruning.statistics import Need
 from tune_prune.tuning.cost import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
-from tune_prune.tuning.progress import LATE, LiveLine
+from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.work import PrepareJob, TrialSpec, Work
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
@@ -136,19 +136,3 @@ def test_without_a_terminal_a_long_search_writes_few_lines():
     lines = search.screen.getvalue().splitlines()
     assert 1000 // 10 < len(lines) < 1000 // 10 + 600  # every 10 seconds at first, then every hundredth of the time
     assert "\r" not in search.screen.getvalue()
-
-
-def test_a_stage_that_takes_ten_times_its_forecast_is_said_once():
-    search = Search(jobs=[])
-    work = search.start(SPECS["k0"])
-    search.stage(work, "pruning", 1.0)
-    longest = search.line._forecast.time.of_stage(work)  # type: ignore[union-attr]
-    assert longest == 20.0
-    assert "warning" not in search.shown(wait=LATE * longest)
-    name = f"{work.run.label} {work.config.name}"
-    search.shown(wait=20.0)
-    said = [line for line in search.screen.getvalue().splitlines() if line.startswith("warning: ")]
-    assert len(said) == 1 and said[0].startswith(f"warning: a stage of {name} takes 03:40, and 00:20 were predicted")
-    search.shown(wait=1000.0)
-    search.stage(work, "perplexity", 1220.0)
-    assert search.screen.getvalue().count("warning: ") == 1

@@ -39,12 +39,28 @@ REFUSED = [
     ("--seeds 0,1 --scheduler asha", "smoke", r"--scheduler asha stops .* mean of 2 .*seeds 0, 1.*--draws 2 in place"),
     ("--seeds 0,1 --kl-filter", "smoke", r"^--kl-filter stops single trials, .* mean of 2 .*--draws 2 in place"),
     ("", "seeds", r"2 seeds \(0, 2\) are for a grid.*name one seed, or use --search grid"),
-    ("--search optuna --objective perplexity --scheduler asha", "smoke", r"^--scheduler asha stops .* out$"),
-    ("--search optuna --objective gold_logprob --scheduler race", "smoke", "or use --scheduler race-gold$"),
-    ("--draws 2 --draws-by kl --scheduler race", "smoke", r"\(--draws-by kl\).* or use --kl-filter in place of it$"),
-    ("--draws 2 --draws-by kl --scheduler race-gold", "smoke", ", or use --kl-filter in place of it$"),
+    (
+        "--search optuna --objective perplexity --scheduler asha",
+        "smoke",
+        r"^--scheduler asha stops trials by accuracy, .*by perplexity; .* out$",
+    ),
+    (
+        "--search optuna --objective gold_logprob --scheduler race",
+        "smoke",
+        "^--scheduler race stops trials by accuracy, which may stop the best by gold_logprob",
+    ),
+    (
+        "--draws 2 --draws-by kl --scheduler race",
+        "smoke",
+        "^--scheduler race stops trials by accuracy, which may stop the best by kl",
+    ),
+    (
+        "--draws 2 --draws-by kl --scheduler race-gold",
+        "smoke",
+        "^--scheduler race-gold stops trials by gold_logprob, which may stop the best by kl",
+    ),
     # It compares with five earlier trials of one draw: the sixth may be stopped.
-    ("--kl-filter", "control", "at least 5 before it, but search space control has 1 "),
+    ("--kl-filter", "control", "at least 5 before it, but space control has 1 "),
     ("--kl-filter", "minimal", "has 3 "),
     ("--search optuna --num-trials 5 --kl-filter", "smoke", "has 5 "),
 ]

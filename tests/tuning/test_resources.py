@@ -32,7 +32,7 @@ def test_trials_share_a_gpu_as_far_as_nine_tenths_of_its_memory_go_and_what_is_f
 def test_a_trial_that_does_not_fit_a_gpu_is_refused():
     with pytest.raises(UserError, match=r"73\.0 GiB.*72\.0 GiB"):
         fitting_trials(73 * GIB, WHOLE)
-    with pytest.raises(UserError, match=r"0\.5 GiB of 80\.0 GiB are free on the fullest GPU: end other programs"):
+    with pytest.raises(UserError, match=r"the fullest GPU has 512 MiB of 80\.0 GiB to use: use a larger GPU"):
         fitting_trials(GIB, Memory(80 * GIB, GIB // 2))
 
 

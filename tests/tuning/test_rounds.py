@@ -219,7 +219,7 @@ def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "the most promising gets a short training; at most 4 trials" in " ".join(said.split())
     (line,) = re.findall(
-        r"^recovery     (tiny-llama: training the most promising of 3, by .*\n +.*)$", said, re.MULTILINE
+        r"^recovery     (tiny-llama: training the 1 most promising of 3, by .*\n +.*)$", said, re.MULTILINE
     )
     store = FolderStore(tmp_path / "trained")
     configs = [record.config for record in Ledger(store).records()]

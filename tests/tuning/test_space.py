@@ -180,7 +180,7 @@ BAD = [
     ("pruning_ratio", ".nan", f"pruning_ratio is .nan; {RATIO}"),
     ("shape", "aligned-0", "shape is the text 'aligned-0'; it must be free, "),
     ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'seq_len'?"),
-    ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
+    ("num_trials", "0", "num_trials is 0; it must be a whole number from 1 to 1000000000"),
     ("damping", "0.3", "damping is read by no trial; add `compensation: least_squares`, or remove it"),
 ]
 
@@ -190,32 +190,6 @@ def test_a_problem_is_named_with_its_line(tmp_path: Path, name: str, value: str,
     [(line, problem)] = problems(tmp_path, with_value(**{name: value}))
     assert line == LINES.get(name, LINES["extra"])
     assert problem.startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("values", "line", "expected"),
-    [
-        ({"num_trials": "0"}, "extra", "num_trials is 0; it must be a whole number from 1 to 1000000000"),
-        ({"num_trials": "9"}, "extra", "num_trials is 9; the space has 8 points: write at most 8"),
-        ({"num_trials": "8", "seq_len": "[64, 1]"}, "seq_len", "seq_len is 1"),  # the list is wrong, not the number
-        ({}, "search", "`search: optuna` needs num_trials"),
-    ],
-)
-def test_problems_of_num_trials(tmp_path: Path, values: dict[str, str], line: str, expected: str) -> None:
-    [(number, problem)] = problems(tmp_path, with_value(search="optuna", **values))
-    assert number == LINES[line] and problem.startswith(expected)
-
-
-def test_more_combinations_than_can_be_planned(tmp_path: Path) -> None:
-    """At once: nobody waits for billions of them."""
-    lists = {"seq_len": 100, "num_samples": 1000, "removal_divisor": 900}
-    text = "search: grid\nmethod: [blockwise]\n"
-    text += "".join(f"{name}: [{', '.join(map(str, range(2, count + 2)))}]\n" for name, count in lists.items())
-    [(_, problem)] = problems(tmp_path, text)
-    assert problem == (
-        "its lists have 90,000,000 combinations, and 100,000 is the most that can be planned; shorten them, e.g. the 1,000 "
-        "values of num_samples"
-    )
 
 
 def test_missing_key(tmp_path: Path) -> None:

@@ -45,11 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @terminal.shown()
 def _main(argv: list[str]) -> None:
-    """Read what was named, write everything about it below --output, and say what a person must know of it.
-
-    UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
-    output that cannot be written.
-    """
+    """Read what was named, write everything about it below --output, and say what a person must know of it."""
     args = parser().parse_args(argv)
     if not args.folders and not args.csv:
         raise UserError(
@@ -159,7 +155,7 @@ def check_output(output: Path) -> None:
 
 
 def why_nothing(study: Study) -> str:
-    """Why there is nothing to decide in a study without an eligible trial, in a sentence."""
+    """Say in a sentence why there is nothing to decide in a study without an eligible trial."""
     from tune_prune.analysis.input.rows import ranked
     from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
 
@@ -174,20 +170,14 @@ def why_nothing(study: Study) -> str:
     count, names = sum(len(model.rows) for model in models), ", ".join(study.models)
     problems = [problem for model in models for problem in model.problems]
     problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
-    damaged = [problem for problem in problems if f"/{LEDGER}/" in problem.where]
-    if not count and damaged:
-        return (
-            f"no trial of {names} can be read, e.g. {damaged[0].where}: {damaged[0].what}; restore what is damaged from a copy, or "
-            "delete it and run the search again"
-        )
-    if not count:
+    if not count and not any(f"/{LEDGER}/" in problem.where for problem in problems):
         return f"{names} has no finished trial yet; run the search first"
     why = f"e.g. {problems[0].what} ({problems[0].where})" if problems else "none has ended"
-    return f"none of the {count} trials of {names} is complete ({why}); run the search until one is"
+    return f"none of the {count} trials of {names} is complete ({why}); mend what is damaged, and run the search until one is"
 
 
 def describe(findings: Findings) -> str:
-    """The rest of the screen: what was read, what is wrong with it, and what to beware of."""
+    """Return the rest of the screen: what was read, what is wrong with it, and what to beware of."""
     from tune_prune.analysis.input.study import Message
     from tune_prune.analysis.render.messages import format_message, note_sentences, one_line
     from tune_prune.analysis.render.text import text_table

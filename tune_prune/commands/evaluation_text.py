@@ -15,7 +15,7 @@ from tune_prune.pruning.methods import read_by
 
 
 def checkpoint_line(manifest: Manifest) -> str:
-    """A line for a pruned checkpoint: what it was made from, and how."""
+    """Return a line for a pruned checkpoint: what it was made from, and how."""
     return (
         f"checkpoint   {manifest.base.label}, {manifest.plan.removed_fraction:.1%} of its parameters removed by "
         f"{manifest.config.in_words(read_by(manifest.config))}; its files are those that {MANIFEST} lists"
@@ -23,7 +23,7 @@ def checkpoint_line(manifest: Manifest) -> str:
 
 
 def stage_line(report: StageReport) -> str:
-    """A line for a stage that is done. The error of an accuracy stands with the result (`result_text`)."""
+    """Return a line for a stage that is done. The error of an accuracy stands with the result (`result_text`)."""
     metrics, seconds = report.metrics, f"{report.duration_s:.1f} s"
     if report.stage == "kl":
         values = ", ".join(
@@ -43,7 +43,7 @@ def _perplexity(value: float) -> str:
 def result_text(
     evaluation: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None] | None = None
 ) -> str:
-    """The result as text for the screen: what it comes to, KL where it was measured, perplexity, a row per task; the
+    """Return the result as text for the screen: what it comes to, KL where it was measured, perplexity, a row per task; the
     log-probabilities of right answers are in nats. `earlier`: numbers recorded for a pruned checkpoint, to stand beside the
     measured ones; `baseline`: those of its original."""
     metrics = evaluation.record.metrics
@@ -75,24 +75,20 @@ def result_text(
 
 
 def _known(evaluation: Evaluation, earlier: Recorded | None, baseline: Mapping[str, float | None]) -> str:
-    """The original's accuracy and what was recorded of this model, as far as both can be compared with the result."""
+    """Say the original's accuracy and what was recorded of this model, as far as both can be compared with the result."""
     if earlier is None or earlier.acc_mean is None:
         return ""
     pairs = [(evaluation.acc_mean, earlier.acc_mean), *([] if earlier.ppl is None else [(evaluation.ppl, earlier.ppl)])]
     same = all(_difference(*pair) == "0" for pair in pairs)
-    said = (
-        ", both as recorded"
-        if same and earlier.ppl is not None
-        else ", accuracy as recorded"
-        if same
-        else ", recorded otherwise"
-    )
+    said = ", recorded otherwise"
+    if same:
+        said = ", accuracy as recorded" if earlier.ppl is None else ", both as recorded"
     original = baseline.get("acc_mean")
     return said if original is None else f"{said}; the original's accuracy is {acc(original)}"
 
 
 def _kl_lines(evaluation: Evaluation, earlier: Recorded | None) -> list[str]:
-    """A line for each text that KL to the original was measured on."""
+    """Return a line for each text that KL to the original was measured on."""
     on, lines = {"text": "the perplexity text", "tasks": "right answers"}, []
     for name, (value, stderr) in evaluation.kl.items():
         recorded = None if earlier is None else earlier.kl.get(name)
@@ -103,7 +99,7 @@ def _kl_lines(evaluation: Evaluation, earlier: Recorded | None) -> list[str]:
 
 
 def _gold(metrics: Mapping[str, float], task: str) -> str:
-    """The log-probability of the right answer in nats, with its standard error."""
+    """Write the log-probability of the right answer in nats, with its standard error."""
     value, stderr = (metrics.get(f"gold_logprob_{task}{end}", math.nan) for end in ("", "_stderr"))
     return pm(value, stderr, "nats")
 
@@ -114,12 +110,12 @@ def _accuracy(value: float, stderr: float) -> str:
 
 
 def _beside(measured: float, recorded: float | None) -> tuple[str, str]:
-    """The cells "recorded" and "difference"."""
+    """Return the cells "recorded" and "difference"."""
     return ("–", "–") if recorded is None else (acc(recorded), _difference(measured, recorded))
 
 
 def _difference(measured: float, recorded: float) -> str:
-    """0 only where the two are the same number."""
+    """Write a difference; 0 only where the two are the same number."""
     if measured == recorded or (math.isnan(measured) and math.isnan(recorded)):
         return "0"
     difference = measured - recorded

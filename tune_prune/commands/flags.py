@@ -1,11 +1,9 @@
-"""What every command does around its work: how it runs and ends, and checks that need nothing heavy."""
+"""The frame of every command: how it runs and ends, and checks that need nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import dataclasses
-import gc
 import logging
 import os
 import sys
@@ -34,16 +32,13 @@ def run(main: Callable[[], None]) -> int:
     # terminal sees the hub's downloads, which may last longer than all the rest.
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Threads that wait for each other sleep instead of spinning: the same bits, and where other programs want the CPUs too,
     # tiny-llama's perplexity in two threads takes 0.5 s instead of up to 12.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.lastResort = _Warnings(logging.WARNING)
-    # torch and transformers make a million objects that stay to the end: to look through them for garbage once more at the exit
-    # takes most of a second.
-    atexit.register(gc.freeze)
     return exit_code(main)
 
 
@@ -78,7 +73,7 @@ def check_names(models: Iterable[str], data_dir: str | None, tasks: tuple[str, .
 
 
 def settings_from(values: Mapping[str, Any]) -> SearchSettings:
-    """What a search is asked for, from the values of its options. Raises UserError for names that are unknown, before torch is
+    """Return the settings of a search from the values of its options. Raises UserError for names that are unknown, before torch is
     imported."""
     if not values["model"]:
         raise UserError(f"--model is missing (see {' '.join(SEARCH)} --help)")
@@ -101,7 +96,11 @@ def record_file(asked: str, field: str, of: str) -> Location:
         return path
     if hindrance := _hindrance(path):
         raise UserError(f"--output {asked} {hindrance}; name a file in an existing folder, e.g. record.json")
-    if path.exists() and not _has(path, field):  # a device would be replaced, too
+    try:
+        known = not path.exists() or (path.is_file() and field in parse_json(path))  # a device would be replaced, too
+    except DamagedFile:
+        known = False
+    if not known:
         raise UserError(
             f"--output {asked} exists and is no record of {of}; only such a record is replaced, so name another file"
         )
@@ -109,12 +108,11 @@ def record_file(asked: str, field: str, of: str) -> Location:
 
 
 def output_file(text: str) -> Path:
-    """The type of a script's flag for a file that can be written: said before the measurement, not after it."""
+    """Return the file of a script's flag. Raises argparse.ArgumentTypeError where it cannot be written: before the measurement."""
     path = Path(text)
-    if hindrance := _hindrance(path.absolute()):
+    hindrance = _hindrance(path.absolute()) or "is no file" * (path.exists() and not path.is_file())
+    if hindrance:
         raise argparse.ArgumentTypeError(f"{text!r} {hindrance}; name a file in an existing folder")
-    if path.exists() and not path.is_file():  # a device would be replaced
-        raise argparse.ArgumentTypeError(f"{text!r} is no file; name a file in an existing folder")
     return path
 
 
@@ -122,17 +120,8 @@ def _hindrance(path: Path) -> str:
     """Say what is in the way of writing that file, as the rest of a clause; empty where nothing is."""
     if path.is_dir():
         return "is a folder"
-    if not path.parent.is_dir():
-        return "stands in no folder"
     try:
         check_writable(path.parent)
+        return "" if path.parent.is_dir() else "stands in no folder"
     except OSError as error:
         return f"cannot be written ({error.strerror or error})"
-    return ""
-
-
-def _has(path: Path, field: str) -> bool:
-    try:
-        return path.is_file() and field in parse_json(path)
-    except DamagedFile:
-        return False

@@ -1,5 +1,4 @@
-"""Models as the public API opens them (tune_prune/commands/api.py): measured as a search measures its trials, pruned, saved.
-Imports torch."""
+"""Models as the public API opens them: measured as a search measures its trials, pruned, saved. Imports torch."""
 
 from __future__ import annotations
 
@@ -164,7 +163,8 @@ class Model:
         )
 
     def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], object] = id) -> PrunedModel:
-        """The pruned model of a request: by the plan of a search where there is one, else found as in a trial. Raises UserError."""
+        """Return the pruned model of a request: by the plan of a search where there is one, else found as in a trial. Raises
+        UserError."""
         require_dense(self._source, self.hf_config)
         known = request.fingerprint
         if known is not None and known != loading.model_fingerprint(self._source, self.hf_config):
@@ -184,7 +184,7 @@ class Model:
         return PrunedModel(self, request, trial.made)
 
     def _way(self, config: PruningConfig, plan: PruningPlan | None) -> Residency:
-        """The fastest to hold the model in that fits while it is pruned, by `plan` where that is known. Raises UserError."""
+        """Choose the fastest way to hold the model that fits while it is pruned, by `plan` where that is known."""
         removed = target_params(self.geometry, config.pruning_ratio, config.shape, config.layer_cap)
         wanted, cut = passes_of if plan is None else recipe_passes, self._shapes.pruning
         passes = wanted([config], self.geometry.num_layers, self.device)
@@ -197,12 +197,22 @@ class Model:
         tokens = len(Contents(run).perplexity_tokens(self.tokenizer, self.hf_config.vocab_size))
         positions = self.hf_config.max_position_embeddings
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
-        measured, itemsize = partial(self._shapes.evaluation, removed_params, *read), self._shapes.itemsize
-        beside = [base_memory(self.base, itemsize, self.device, *read)] if kl else []
+        measured = partial(self._shapes.evaluation, removed_params, *read)
+        beside = [self._base_memory(*read)] if kl else []
         return self._fastest([], lambda way: [*measured(way=way), *beside], f"to measure {self.label}", removed_params)
 
+    def _base_memory(self, window: int, tokens: int, row: int) -> StageMemory:
+        """Plan the memory that the pass over the base model takes beside this one."""
+        config, streamed = loading.load_config(self.base), readable_in_place(self.base)
+        shapes = Shapes(loading.config_geometry(config)[1], config, self._shapes.itemsize, self.device)
+        stages = shapes.evaluation(0, window, tokens, row, way=Residency(from_files=streamed))
+        kl = next(stage for stage in stages if stage.stage == "kl")
+        # The whole base model stands in place of a pruned copy.
+        return kl if streamed else replace(kl, held=shapes.geometry.total_params * shapes.itemsize)
+
     def _ways_to_save(self, dtype: torch.dtype, whole: bool) -> list[Residency]:
-        """A tensor at a time from its files; before that from memory, where the model is there in `dtype`. `whole`: only so."""
+        """List the ways to save: from memory, where the model is there in `dtype`, and a tensor at a time from its files, unless it
+        has to be `whole`."""
         loaded = self._loaded
         in_memory = loaded is not None and loaded.model.dtype == dtype and not loaded.residency.from_files
         streamed = [Residency(from_files=True)] if not whole and readable_in_place(self._source) else []
@@ -231,7 +241,30 @@ class Model:
     @cached_property
     def base(self) -> ModelSource:
         """Find the model that a checkpoint was pruned from. Raises UserError where it is not known, or another one is there."""
-        return base_of(self.label, self.manifest, self._base)
+        manifest, asked = self.manifest, self._base
+        if manifest is None and asked is None:
+            raise UserError(
+                f"{self.label} has no {MANIFEST}, which would name the model that it was pruned from; name that with --base to "
+                "measure KL"
+            )
+        name = asked or (manifest.base_name if manifest is not None else "")
+        try:
+            source = catalog.resolve(name, None if manifest is None else manifest.base.revision)
+            config = loading.load_config(source)
+        except UserError as error:
+            if asked is not None:
+                raise
+            cause = str(error).partition("; ")[0]
+            raise UserError(
+                f"the model that {self.label} was pruned from is not where {MANIFEST} says ({cause}); name where it is now with "
+                "--base"
+            ) from error
+        if manifest is not None and manifest.base.fingerprint != loading.model_fingerprint(source, config):
+            raise UserError(
+                f"{source.location} is not the model that {self.label} was pruned from (the contents of its files differ, or it is "
+                "another commit); name that one with --base"
+            )
+        return source
 
     @documented("evaluate")
     def evaluate(
@@ -252,8 +285,17 @@ class Model:
         return self._measured(self.protocol(limit, tasks), None, None, on_stage, kl)
 
     def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
-        """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
-        return as_measured(self.run, limit, tasks)
+        """Return the settings by which `evaluate` measures `limit` items of these `tasks` (None: all, the seven), once texts and
+        tasks were found. Raises UserError."""
+        usual = EvaluationProtocol()
+        asked = checked("evaluate", {"limit": limit, "tasks": tasks})
+        protocol = replace(self.run.protocol, limit=asked["limit"], seed=self.run.seed, slices=usual.slices)
+        protocol = replace(protocol, tasks=usual.tasks if tasks is None else asked["tasks"])
+        run = replace(
+            self.run, protocol=protocol, calibration="embedded"
+        )  # nothing is calibrated: no text has to be there
+        check_data(run)
+        return run
 
     def _measured(
         self,
@@ -263,11 +305,22 @@ class Model:
         on_stage: Callable[[StageReport], object],
         kl: bool = False,
     ) -> Evaluation:
+        """Measure the model as it is, or as the `recipe` of `config` makes it."""
         context = self._context(run, self.way_to_measure(run, recipe.plan.removed_params if recipe else None, kl))
-        return measure(context, config, recipe, self.base if kl else None, on_stage)
+        _ = (
+            context.perplexity_tokens,
+            context.suite,
+        )  # what cannot be read or built is refused before anything is measured
+        key = context.key(config and replace(config, calibration=None))  # it is not read
+        record = TrialRecord.begun(key, context.run.label, config)
+        trial = Trial(config, context, record=record, base=self.base if kl else None)
+        for report in trial.stages() if recipe is None else trial.measure(recipe):
+            on_stage(report)
+        record = replace(trial.record, status="complete")
+        return Evaluation(context.run, record, tuple(trial.items), context.perplexity_window)
 
     def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
-        """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
+        """Open the context of a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
         self._fallback.plan(way)
         dense = self.loaded(way=self._fallback.way, fallback=self._fallback)
         store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)
@@ -276,8 +329,8 @@ class Model:
     def loaded(
         self, dtype: torch.dtype | None = None, way: Residency = RESIDENT, fallback: Fallback | None = None
     ) -> LoadedModel:
-        """In `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves them in their
-        files; with a `fallback` also where they do not fit. One copy is kept, the last. Raises UserError."""
+        """Load the model in `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves
+        them in their files; with a `fallback` also where they do not fit. One copy is kept, the last. Raises UserError."""
         dtype = dtype or getattr(torch, self.run.dtype)
         loaded = self._loaded
         if loaded is None or loaded.model.dtype != dtype or loaded.residency.from_files != way.from_files:
@@ -359,76 +412,6 @@ class PrunedModel:
             torch.device(self.dense.device),
             lambda: "leave out that speed is measured" if measure else "",
         )
-
-
-def measure(
-    context: TrialContext,
-    config: PruningConfig | None,
-    recipe: Recipe | None,
-    base: ModelSource | None,
-    on_stage: Callable[[StageReport], object],
-) -> Evaluation:
-    """The model of `context` as it is, or as the `recipe` of `config` makes it; `base`: as `base_of` gives it, for KL to it. Raises
-    UserError."""
-    _ = context.perplexity_tokens, context.suite  # what cannot be read or built is refused before anything is measured
-    key = context.key(config and replace(config, calibration=None))  # it is not read
-    trial = Trial(config, context, record=TrialRecord.begun(key, context.run.label, config), base=base)
-    for report in trial.stages() if recipe is None else trial.measure(recipe):
-        on_stage(report)
-    record = replace(trial.record, status="complete")
-    return Evaluation(context.run, record, tuple(trial.items), context.perplexity_window)
-
-
-def as_measured(run: ModelRun, limit: int | None, tasks: Sequence[str] | str | None) -> ModelRun:
-    """Return the settings of `run` for `limit` items of these `tasks` (None: all, the seven), once texts and tasks were found.
-    Raises UserError."""
-    usual = EvaluationProtocol()
-    asked = checked("evaluate", {"limit": limit, "tasks": tasks})
-    protocol = replace(run.protocol, limit=asked["limit"], seed=run.seed, slices=usual.slices)
-    protocol = replace(protocol, tasks=usual.tasks if tasks is None else asked["tasks"])
-    # Nothing is calibrated, so no text has to be there.
-    measured_run = replace(run, protocol=protocol, calibration="embedded")
-    check_data(measured_run)
-    return measured_run
-
-
-def base_of(label: str, manifest: Manifest | None, asked: str | None) -> ModelSource:
-    """The dense model that the checkpoint `label` was pruned from: where its `manifest` says or, if that is elsewhere now or there
-    is no manifest, the one `asked` for. Raises UserError where it is not found, and where it is not the one of the manifest."""
-    if manifest is None and asked is None:
-        raise UserError(
-            f"{label} has no {MANIFEST}, which would name the model that it was pruned from; name that with --base to measure KL"
-        )
-    name = asked if manifest is None or asked is not None else manifest.base_name
-    assert name is not None
-    try:
-        source = catalog.resolve(name, None if manifest is None else manifest.base.revision)
-        config = loading.load_config(source)
-    except UserError as error:
-        if asked is not None:
-            raise
-        cause = str(error).partition("; ")[0]
-        raise UserError(
-            f"the model that {label} was pruned from is not where {MANIFEST} says ({cause}); name where it is now with --base"
-        ) from error
-    if manifest is not None and manifest.base.fingerprint != loading.model_fingerprint(source, config):
-        raise UserError(
-            f"{source.location} is not the model that {label} was pruned from (the contents of its files differ, or it is another "
-            "commit); name that one with --base"
-        )
-    return source
-
-
-def base_memory(source: ModelSource, itemsize: int, device: str, window: int, tokens: int, row: int) -> StageMemory:
-    """Plan the memory that the pass over the base model takes beside the checkpoint. `window`, `tokens`, `row`: as
-    `Shapes.evaluation` has them."""
-    config, streamed = loading.load_config(source), readable_in_place(source)
-    geometry = loading.config_geometry(config)[1]
-    stages = Shapes(geometry, config, itemsize, device).evaluation(
-        0, window, tokens, row, way=Residency(from_files=streamed)
-    )
-    kl = next(stage for stage in stages if stage.stage == "kl")
-    return kl if streamed else replace(kl, held=geometry.total_params * itemsize)  # in place of a pruned copy's
 
 
 def speed_conditions(

@@ -1,4 +1,4 @@
-"""What values options take, beside the kinds that hyperparameters have (core/kinds.py).
+"""Kinds of values of options, beside the kinds that hyperparameters have (core/kinds.py).
 
 `read` makes a value of a command line's text, `of` checks one that a Python caller gives. Imports nothing heavy.
 """
@@ -20,10 +20,19 @@ from tune_prune.core.store import Location, is_address, location
 
 
 class Wrong(argparse.ArgumentTypeError):
-    """What is wrong with a value, as the rest of a sentence that begins with the option; argparse understands it, too."""
+    """A clause on a wrong value, as the rest of a sentence that begins with the option; argparse understands it, too."""
 
 
-class _Written(Kind):
+class _Named(Kind):
+    """A kind whose values are named by the same `words` always."""
+
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+class _Written(_Named):
     """Values that Python callers write as text, too."""
 
     is_text = True
@@ -32,13 +41,11 @@ class _Written(Kind):
         return False
 
 
-class Switch(Kind):
+class Switch(_Named):
     """True or False; on a command line a flag without a value."""
 
     is_text = False
-
-    def __str__(self) -> str:
-        return "True or False"
+    words = "True or False"
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, int) and value in (0, 1)
@@ -50,8 +57,7 @@ class Switch(Kind):
 class Text(_Written):
     """A name, a path or an address."""
 
-    def __str__(self) -> str:
-        return "a text or a path"
+    words = "a text or a path"
 
     def read(self, text: str) -> str:
         if not text.strip():
@@ -61,13 +67,11 @@ class Text(_Written):
         return text
 
 
-class TaskName(Kind):
+class TaskName(_Named):
     """The name of a benchmark; which ones there are is not known here."""
 
     is_text = True
-
-    def __str__(self) -> str:
-        return "the name of a task"
+    words = "the name of a task"
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value) is not None
@@ -92,13 +96,11 @@ class Number(Kind):
         return isinstance(value, (int, float)) and not isinstance(value, bool) and self.low <= value <= self.high
 
 
-class Size(Kind):
+class Size(_Named):
     """An amount of memory in bytes; as text with a unit."""
 
     is_text = True
-
-    def __str__(self) -> str:
-        return f"a whole number of bytes from {2**20} to {2**50}, or a text such as 20GiB"
+    words = f"a whole number of bytes from {2**20} to {2**50}, or a text such as 20GiB"
 
     def read(self, text: str) -> int:
         try:
@@ -117,8 +119,7 @@ class Amount(_Written):
     name: str
     allow_zero: bool
 
-    def __str__(self) -> str:
-        return "a number or auto"
+    words = "a number or auto"
 
     def read(self, text: str) -> float | None:
         return self._parsed(text, f"--{self.name.replace('_', '-')}")
@@ -137,8 +138,7 @@ class Amount(_Written):
 class GpuKind(_Written):
     """A GPU that a plan is made for, a tuning.gpus.Card."""
 
-    def __str__(self) -> str:
-        return "the name of a GPU"
+    words = "the name of a GPU"
 
     def read(self, text: str) -> Any:
         from tune_prune.tuning.gpus import parse_card
@@ -189,13 +189,10 @@ class Several(_Written):
 class Folder(_Written):
     """A folder or file that is written: no address."""
 
-    def __str__(self) -> str:
-        return "a path"
+    words = "a path"
 
     def read(self, text: str) -> Path:
-        if not text.strip():
-            raise Wrong("is empty; name a folder")
-        if is_address(text):
+        if not text.strip() or is_address(text):
             raise Wrong(f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere")
         return Path(text).expanduser()
 
@@ -203,14 +200,11 @@ class Folder(_Written):
 class Place(_Written):
     """A folder or file that is read, which may be at an address."""
 
-    def __str__(self) -> str:
-        return "a path or an address"
+    words = "a path or an address"
 
     def read(self, text: str) -> Location:
-        if not is_address(text):
-            return Folder().read(text)
         try:
-            return location(text).expanduser()
+            return location(text).expanduser() if is_address(text) else Folder().read(text)
         except UserError as error:
             raise Wrong(str(error)) from error
 
@@ -218,8 +212,7 @@ class Place(_Written):
 class LabelledPlace(_Written):
     """A model's name and a results file of it."""
 
-    def __str__(self) -> str:
-        return "MODEL=PATH, e.g. Llama=all_methods_results.csv"
+    words = "MODEL=PATH, e.g. Llama=all_methods_results.csv"
 
     def read(self, text: str) -> tuple[str, Location]:
         label, _, path = (part.strip() for part in text.partition("="))
@@ -235,8 +228,7 @@ class LabelledPlace(_Written):
 class LabelledAccuracy(_Written):
     """A model's name and its accuracy, as a fraction or a percentage."""
 
-    def __str__(self) -> str:
-        return "MODEL=ACCURACY with a fraction above 0 or a percentage, e.g. Llama=0.651 or Llama=65.1"
+    words = "MODEL=ACCURACY with a fraction above 0 or a percentage, e.g. Llama=0.651 or Llama=65.1"
 
     def read(self, text: str) -> tuple[str, float]:
         label, _, written = text.rpartition("=")

@@ -1,15 +1,13 @@
-"""The plan of a search as text for the screen: `summary`, in about ten lines with the answer first (how many ways to prune, how
-long, whether it fits), and `details`, the whole of it for --verbose (configurations, data, stages, resources, each model's
-budget, cost).
+"""The plan of a search as text: `summary`, about ten lines with the answer first (how many ways to prune, how long, whether it
+fits), and `details` for --verbose, which has below them what is searched and what every stage takes.
 """
 
 from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,17 @@ from tune_prune.analysis.cost import between, duration
 from tune_prune.checkpoint.layers import aligned
 from tune_prune.core import machine
 from tune_prune.core.config import OTHER_TEXT, ModelRun, PruningConfig, alignment, group_labels
-from tune_prune.core.hyperparameters import HYPERPARAMETERS, Hyperparameter
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.kinds import texts_of
 from tune_prune.core.machine import size
-from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
+from tune_prune.core.records import in_order
 from tune_prune.core.store import Location, ObjectPath
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.data.sources import perplexity_text_name
 from tune_prune.models.loading import WIDE
 from tune_prune.models.runner.devices import bfloat16_speed, fast_at_bfloat16
-from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
-from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
 from tune_prune.tuning.cost import REACHED
 from tune_prune.tuning.memory import MemoryPlan
 from tune_prune.tuning.plan import ModelPlan, Plan
@@ -44,22 +40,52 @@ Row = tuple[str, str]  # its name, and what it says
 
 def summary(plan: Plan) -> str:
     """Return the plan in about ten lines."""
-    first, done = plan.models[0], trials(plan) - plan.left
+    warnings = [(model.run.label, note) for model in plan.models for note in model.workload.warnings]
+    details = ("details", "--verbose says what each step takes: time, tokens, memory")
+    return "\n".join(lines([*_rows(plan, warnings), details]))
+
+
+def details(plan: Plan) -> str:
+    """Return the whole plan: the lines of `summary`, what is searched, and what a trial and every stage take."""
+    space = plan.space
+    usual = {"shape": space.values["shape"][:1], "pruning_ratio": space.values["pruning_ratio"][:1]}
+    searched = [
+        f"{name} {listed(space.values[name])}"
+        for name, row in HYPERPARAMETERS.items()
+        if row.required or space.values[name] != usual.get(name, (row.default,))
+    ]
     rows = [
+        *_rows(plan, [(model.run.label, note) for model in plan.models for note in model.workload.notes]),
+        *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
+        *_named("space", [space.name, *searched]),
+        *_named("tasks", [listed(plan.models[0].run.protocol.tasks)]),
+        ("resources", _resources(plan)),
+        *_named("dtype", _dtypes(plan)),
+        *_named("peak", _memory(plan)),
+    ]
+    nodes = [f"{'' if index else 'nodes':<12} {line}" for index, line in enumerate(_nodes(plan))]
+    return "\n".join([*lines(rows), *nodes, "", *aligned(_table_of_models(plan)), "", *_cost(plan)])
+
+
+def _rows(plan: Plan, notes: Iterable[Row]) -> list[Row]:
+    """Return the lines that summary and details share; `notes` are on the accuracies of a model, by label."""
+    return [
         ("plan", _ways(plan)),
         ("time", _time(plan)),
         ("memory", fit_line(plan)),
         *_models(plan),
         ("sample text", _sample_text(plan)),
-        ("tests", tests(first.run)),
-        *_shape(plan),
-        *(("warning", f"{model.run.label}: {note}") for model in plan.models for note in model.workload.warnings),
+        ("tests", tests(plan.models[0].run)),
+        *_shapes(plan),
+        *(("warning", f"{label}: {note}") for label, note in notes),
         *(("warning", line) for line in to_mend(plan)),
         *_cluster(plan),
-        ("results", shown_path(plan.experiment_dir) + done_so_far(plan, done)),
-        ("details", "--verbose says what each step takes: time, tokens, memory"),
+        ("results", shown_path(plan.experiment_dir) + _done_so_far(plan)),
     ]
-    return "\n".join(lines(rows))
+
+
+def _named(name: str, texts: Iterable[str]) -> list[Row]:
+    return [("" if index else name, text) for index, text in enumerate(texts)]
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
@@ -88,7 +114,8 @@ def ways(plan: Plan) -> int:
     return len({replace(config, seed=None, pruning_ratio=PruningConfig.pruning_ratio) for config in searched})
 
 
-def done_so_far(plan: Plan, done: int) -> str:
+def _done_so_far(plan: Plan) -> str:
+    done = trials(plan) - plan.left
     return f" ({done:,} of {trials(plan):,} trials are done)" if done else ""
 
 
@@ -201,20 +228,14 @@ def perplexity_text_of(run: ModelRun) -> str:
     return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
 
 
-def matters(plan: Plan) -> bool:
-    """Return whether there is anything to say of the shapes: not of small models with free ones."""
+def _shapes(plan: Plan) -> list[Row]:
+    """Return a line for each shape, with when to choose another; none for small models whose shapes are all free."""
     large = any(model.geometry.total_params >= shapes.LARGE_PARAMS for model in plan.models)
-    return large or any(model.shapes != ("free",) for model in plan.models)
-
-
-def _shape(plan: Plan) -> list[Row]:
-    """Return a line for each shape, with when to choose another; none where that does not matter."""
-    if not matters(plan):
+    names = dict.fromkeys(shape for model in plan.models for shape in model.shapes)
+    if not large and set(names) == {"free"}:
         return []
-    large = any(model.geometry.total_params >= shapes.LARGE_PARAMS for model in plan.models)
-    shapes_told = dict.fromkeys((shape, _of_shape(shape, large)) for model in plan.models for shape in model.shapes)
-    rows = [("" if index else "shape", f"{shape}: {says}") for index, (shape, says) in enumerate(shapes_told)]
-    return [*rows, ("", "it is a part of the search: choose it now, with --shape")]
+    rows = [f"{shape}: {_of_shape(shape, large)}" for shape in names]
+    return _named("shape", [*rows, "it is a part of the search: choose it now, with --shape"])
 
 
 def _of_shape(shape: str, large: bool) -> str:
@@ -246,215 +267,50 @@ def shown_path(path: Location | str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def details(plan: Plan) -> str:
-    """Return the whole plan."""
-    space, first = plan.space, plan.models[0]
-    methods = space.values["method"]
-    used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
-    statistics = [load_statistic(name) for name in used]
-    parts = " / ".join(f"{100 * share:.4g}%" for share in first.run.protocol.slices)
-    rows = [
-        ("experiment", f"{shown_path(plan.experiment_dir)}{done_so_far(plan, trials(plan) - plan.left)}"),
-        ("search", _search(plan)),
-        *_rows("", [f"{row.name} {listed(space.values[row.name])}" for row in _searched(plan)]),
-        *_shapes(plan),
-        *_trained(plan),
-        *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
-        *_rows("sample text", _calibration(plan)),
-        ("tests", tests(first.run)),
-        *(("", listed(tasks)) for tasks in [first.run.protocol.tasks] if len(tasks) > NAMED_TESTS),
-        *(("warning", f"{model.run.label}: {note}") for model in plan.models for note in model.workload.notes),
-        *(("warning", line) for line in to_mend(plan)),
-        ("stages", listed([*(one.stage for one in statistics), *_model_stages(plan), "zero-shot"])),
-        ("", f"zero-shot in parts, so that a trial can be stopped early: {parts} of all questions"),
-        *_shared(plan, [one.label for one in statistics]),
-        ("resources", resources_line(plan)),
-        *_rows("dtype", dtype_lines(plan)),
-        *_rows("memory", memory_lines(plan)),
-    ]
-    nodes = _table(node_lines(plan), "nodes")
-    return "\n".join([*lines(rows), *nodes, "", *aligned(_table_of_models(plan)), "", *_cost(plan)])
-
-
-def _rows(name: str, texts: list[str]) -> list[Row]:
-    return [("" if index else name, text) for index, text in enumerate(texts)]
-
-
-def _table(rows: list[str], name: str) -> list[str]:
-    """Return a table's lines with the name before the first; its columns stay as they are, however wide."""
-    return [f"{'' if index else name:<12} {row}" for index, row in enumerate(rows)]
-
-
-def _shared(plan: Plan, labels: list[str]) -> list[Row]:
-    """Say what is done once for all trials of a model."""
-    groups = {name: len(plan.space.values[name]) for name in ("seq_len", "seed", "calibration")}
-    per = [name for name, count in groups.items() if count > 1 or name == "seq_len"]
-    count = prod(groups.values())
-    runs = f"{'' if plan.space.search == 'grid' else 'at most '}{count} run{'s' * (count > 1)}"
-    made = f"; {runs} of the sample text for each of: {listed(labels)} (one per {listed(per)})" * bool(labels)
-    return [("shared", f"by the trials of a model: the test of the original{made}")]
-
-
-def _model_stages(plan: Plan) -> list[str]:
-    """Return the stages between the statistics and the zero-shot slices, e.g. ['pruning', 'kl', 'perplexity']."""
-    usual = {switch: {HYPERPARAMETERS[switch].default} for switch in RECIPE_STAGES.values()}
-    wanted = {switch: set(plan.space.values[switch]) != default for switch, default in usual.items()}
-    return [stage for stage in MODEL_STAGES[:-1] if wanted.get(RECIPE_STAGES.get(stage, ""), True)]
-
-
-def _trained(plan: Plan) -> list[Row]:
-    """Say which configurations --recover may train; nothing without it."""
-    if plan.settings.recover is None:
-        return []
-    each = "each model" + " and pruning ratio" * (len(plan.space.values["pruning_ratio"]) > 1)
-    text = f"once all are tested, up to {plan.settings.recover} of {each} get a short training: the most promising"
-    return [("recovery", text)]
-
-
-def _searched(plan: Plan) -> list[Hyperparameter]:
-    """Return the hyperparameters that every space names, and of the others those with several values or one off its default;
-    shapes and --recover have lines of their own, and a single ratio is in the table of models."""
-    usual = {"shape": (plan.space.values["shape"][0],), "pruning_ratio": plan.space.values["pruning_ratio"][:1]}
-    if plan.settings.recover is not None:
-        usual["recovery"] = plan.space.values["recovery"]
-    return [
-        row
-        for name, row in HYPERPARAMETERS.items()
-        if row.required or plan.space.values[name] != usual.get(name, (row.default,))
-    ]
-
-
-def _search(plan: Plan) -> str:
-    """Say how the configurations are searched, how many they are, and how many trials that makes."""
-    space = plan.space
-    most = "at most " * bool(plan.settings.draws or plan.settings.recover)
-    total = f"{most}{trials(plan)} trials"
-    if space.search == "optuna":
-        of = [name for name in ("pruning_ratio", "recovery") if len(space.values[name]) > 1]
-        each = " and ".join(["a model", *(HYPERPARAMETERS[name].label.lower() for name in of)])
-        goal = "" if plan.objective == "accuracy" else f", by {plan.objective}"
-        count = f"{space.num_trials} of {max(plan.group_sizes)} configurations {each}{goal}"
-        return f"optuna (TPE) on {space.name}: {count}, {total}"
-    points = sum(not plan.is_withheld(config) for config in plan.models[0].configs)
-    # What a training reads, of which --recover tries the best of the others only, is no factor of these
-    factors = [row for row in _searched(plan) if plan.settings.recover is None or row.switch != "recovery"]
-    lists = [f"{len(space.values[row.name])} {'methods' if row.name == 'method' else row.name}" for row in factors]
-    product = prod(len(space.values[row.name]) for row in factors)
-    found = str(points) if product == points else f"{product} points, {points} distinct"
-    return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model, {total}"
-
-
-def _calibration(plan: Plan) -> list[str]:
-    """The texts, and how often samples are drawn from each."""
-    run, kind = plan.models[0].run, HYPERPARAMETERS["calibration"].kind
-    texts = list(dict.fromkeys(run.of(config).calibration for config in plan.models[0].configs))
-    shown = []
-    for text in texts:
-        parts = texts_of(text)
-        each = f" (equal parts of {len(parts)} texts, in turn)" if len(parts) > 1 else ""
-        shown.append("+".join(str(shown_path(part)) for part in parts) + each)
-    if len(texts) == 1:
-        return [f"{shown[0]}, {_seeds(plan)}"]
-    return [
-        f"{len(texts)} texts, each with {_seeds(plan)}",
-        *(f"{kind.short(t)}: {s}" for t, s in zip(texts, shown, strict=True)),
-    ]
-
-
-def _seeds(plan: Plan) -> str:
-    """Say how often samples are drawn, and by which seeds."""
-    seeds = [plan.settings.seed if seed is None else seed for seed in plan.space.values["seed"]]
-    if plan.settings.draws is not None:
-        by = f" by {plan.settings.draws_by}"
-        return f"seed {seeds[0]}; up to seeds {listed(seeds)} for configurations that could still be the best{by}"
-    return f"seed {listed(seeds)}" if len(seeds) == 1 else f"seeds {listed(seeds)}: as many runs of each configuration"
-
-
 def _table_of_models(plan: Plan) -> list[tuple[str, ...]]:
-    """The table of models and pruning ratios: what is removed of each, and what a KV group and an MLP channel cost."""
-    ratios = plan.space.values["pruning_ratio"]
-    cuts = {(model.run.label, ratio): (model.run.label, ratio, "none") for model in plan.models for ratio in ratios}
-    labels = group_labels(cuts.values())
-    remove = f"to go, {100 * ratios[0]:.4g}%" if len(ratios) == 1 else "to go"
+    """List by model and pruning ratio what is removed, and what a KV group and an MLP channel cost."""
+    groups = {(m.run.label, ratio): (m.run.label, ratio, "none") for m in plan.models for ratio in m.targets}
+    labels = group_labels(groups.values())
     table: list[tuple[str, ...]] = [
-        ("model", "parameters", remove, "removable", "layers", "KV groups", "MLP channels", "dtype")
+        ("model", "parameters", "to go", "removable", "layers", "KV groups", "MLP channels", "dtype")
     ]
     for model in plan.models:
         g = model.geometry
         removable = " / ".join(f"{shapes.removal_bounds(g, shape).most:,}" for shape in model.shapes)
-        layers = (
-            str(g.num_layers),
+        groups_of, channels = (
             f"{max(g.kv_heads)} x {max(g.group_cost):,}",
             f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
-            model.run.dtype,
         )
         for ratio, target in model.targets.items():
-            table.append(
-                (labels[cuts[model.run.label, ratio]], f"{g.total_params:,}", f"{target:,}", removable, *layers)
-            )
+            sizes = (f"{g.total_params:,}", f"{target:,}", removable, str(g.num_layers), groups_of, channels)
+            table.append((labels[groups[model.run.label, ratio]], *sizes, model.run.dtype))
     return table
 
 
-def _shapes(plan: Plan) -> list[tuple[str, str]]:
-    """Say what the pruned layers will look like, and how fast they are: a line for each kind of shape, unless all models are
-    small and all shapes free."""
-    if not matters(plan):
-        return []
-    large = any(model.geometry.total_params >= shapes.LARGE_PARAMS for model in plan.models)
-    # Place in the list and kind -> model -> the N of its MLP widths
-    by_kind: dict[tuple[int, str], dict[str, str]] = {}
-    for model in plan.models:
-        for index, shape in enumerate(model.shapes):
-            by_kind.setdefault((index, shape.partition("-")[0]), {})[model.run.label] = str(alignment(shape) or 1)
-    heads = {model.run.label: listed(model.geometry.uniform_kv_heads) for model in plan.models}
-    rows = []
-    for (_, kind), multiples in sorted(by_kind.items()):
-        of = f" ({', '.join(multiples)})" if len(multiples) < len(plan.models) else ""
-        if kind == "free":
-            rows.append(f"free: each layer has its own widths{of}{_SLOW if large else ''}")
-        elif kind == "uniform":
-            any_width = set(multiples.values()) == {"1"}
-            width = "width" if any_width else f"width, a multiple of {_by_model('{}', multiples)},"
-            groups, slow = _by_model("{} KV groups", heads), _ODD if any_width and large else ""
-            rows.append(f"uniform: one MLP {width} for all layers, and one of {groups} in each{of}{slow}")
-        else:
-            widths = f"MLP widths in multiples of {_by_model('{}', multiples)}, at least one KV group in every layer"
-            rows.append(f"aligned: {widths}{of}{_FAST if large else ''}")
-    return [("" if index else "shape", line) for index, line in enumerate(rows)]
-
-
-# Mistral-7B's shape with 20% removed on an H100, beside the original (docs/gpu.md)
-_SLOW = "; on a GPU it took 2.2 times the original's time at 7B, where --shape aligned took 75%"
-_FAST = "; on a GPU it took 75% of the original's time at 7B, where --shape free took 2.2 times as long"
-
-_ODD = "; on a GPU matrix products of a width that is no multiple of 8 took seven times as long; --align 256 avoids it"
-
-
-def _by_model(text: str, values: Mapping[str, str]) -> str:
-    """`text` with its value filled in; with each model's where they differ."""
-    if len(set(values.values())) == 1:
-        return text.format(next(iter(values.values())))
-    return "; ".join(f"{text.format(value)} ({label})" for label, value in values.items())
-
-
 def _cost(plan: Plan) -> list[str]:
-    """A line for each stage, with the peak of a worker's memory and how it holds the model, and the whole in one line."""
+    """Return a line for each stage, with the peak of a worker's memory and how it holds the model, and the whole in one line."""
     cost = plan.cost
     if cost is not None and not cost.wall_seconds:
         return ["cost         nothing is left to compute"]
-    about = cost is not None and any("~" in note for note in cost.notes)
+    about = "~" if cost is not None and any("~" in note for note in cost.notes) else ""
     stages = {} if cost is None else {stage.stage: stage for stage in cost.stages()}
     table = [("stage", "times", "tokens", "FLOPs", "time", "memory", "way")]
     for name in stages or in_order(stage.stage for model in plan.models for stage in model.memory.stages):
         numbers = ("-", "-", "-", "-")
         if stage := stages.get(name):
-            tokens = f"{'~' if about and name == 'zero_shot' else ''}{stage.tokens:,}" if stage.tokens else "-"
+            tokens = f"{about * (name == 'zero_shot')}{stage.tokens:,}" if stage.tokens else "-"
             flops = f"{stage.flops:.1e}" if stage.flops else "-"
             numbers = (str(stage.runs), tokens, flops, duration(stage.seconds))
-        table.append((name.replace("_", "-"), *numbers, *held(plan, name)))
-    ways = _table(way_lines(plan), "way")
+        peaks = [
+            (model.memory.peak(one), one.way)
+            for model in plan.models
+            for one in model.memory.stages
+            if one.stage == name
+        ]
+        ways = " / ".join(dict.fromkeys(way for _, way in peaks))
+        table.append((name.replace("_", "-"), *numbers, size(max(peak for peak, _ in peaks)), ways))
     if cost is None:
-        return [*aligned(table), *ways, *lines([("cost", f"not predicted: {unpredicted(plan)}")])]
+        return [*aligned(table), *lines([("cost", f"not predicted: {unpredicted(plan)}")])]
     workers = f"{cost.slots} worker{'s' if cost.slots > 1 else ''}"
     gpus = f", {cost.gpu_hours:.2g} GPU-hours" if cost.gpu_hours else ""
     how = f"measured at {cost.load}"
@@ -462,7 +318,7 @@ def _cost(plan: Plan) -> list[str]:
         peak = plan.card.peaks[plan.models[0].run.dtype] / 1e12
         how = f"computed, not measured: at {REACHED:.0%} of {peak:g} TFLOP/s, which small models do not reach"
     total = f"about {between(cost.wall_range)} on {workers}{gpus}, {how}"
-    return [*aligned(table), *ways, *lines(_rows("cost", [total, *cost.notes]))]
+    return [*aligned(table), *lines(_named("cost", [total, *cost.notes]))]
 
 
 NVIDIA = Path("/dev/nvidiactl")  # there where a driver is loaded
@@ -493,60 +349,29 @@ def held_in_words(memory: MemoryPlan) -> str:
     elif way.gradients_by_layer:
         parts.append("layer by layer")
     if memory.away:
-        parts.append(f"{size(memory.away)} more {_PLACES[way.states]}")
+        parts.append(f"{size(memory.away)} more {'in main memory' if way.states == 'host' else 'on disk (in TMPDIR)'}")
     return ", ".join(parts)
 
 
-_PLACES = {"host": "in main memory", "file": "on disk (in TMPDIR)"}
-
-
-def memory_lines(plan: Plan) -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     """Say where the peak of a trial comes from, and what waits elsewhere."""
     memory, largest = plan.memory, plan.memory.largest
     weights = f"the original's weights {size(memory.weights)}" if memory.weights else "weights stay on disk"
-    lines = [
+    texts = [
         f"{size(memory.total)} a trial: the process {size(memory.process)}, {weights}",
         f"most in stage {largest.stage.replace('_', '-')}: {size(largest.held)}, and {size(largest.activations)} of activations",
     ]
     for model in plan.models:
-        if (memory_plan := model.memory).way != model.ways[0].way:
-            copies = ", pruned copies whole in memory" if memory_plan.way.pruned_whole else ""
-            lines.append(
-                f"{model.run.label}: {held_in_words(memory_plan)}{copies}; with the whole model in memory a trial would take "
-                f"{size(model.ways[0].total)}"
-            )
+        if (chosen := model.memory).way != model.ways[0].way:
+            copies = ", pruned copies whole in memory" if chosen.way.pruned_whole else ""
+            whole = f"with the whole model in memory a trial would take {size(model.ways[0].total)}"
+            texts.append(f"{model.run.label}: {held_in_words(chosen)}{copies}; {whole}")
     for name, ways in plan.gpu_ways.items():
-        lines.append(f"on {name}: {'; '.join(f'{label} {_way(way)}' for label, way in ways.items())}")
-    return lines
+        texts.append(f"on {name}: {'; '.join(f'{label} {way}' for label, way in ways.items())}")
+    return texts
 
 
-def _way(way: Residency) -> str:
-    """Name the way of a whole trial: its stages say for themselves where a pruned copy is."""
-    return f"{way}{', pruned copies whole' if way.pruned_whole else ''}"
-
-
-def way_lines(plan: Plan) -> list[str]:
-    """Explain the words that the column `way` has."""
-    stages = [stage.way for model in plan.models for stage in model.memory.stages]
-    return [f"{word}: {means}" for word, means in _WAYS.items() if any(word in way for way in stages)]
-
-
-_WAYS = {
-    "resident": "the whole model is where it computes",
-    "by layer": "gradients of one layer after the other, with the weights where it computes",
-    "streamed": "weights are read from disk while it works, a layer at a time",
-    "states in a file": "what is between two layers waits on disk, in TMPDIR",
-}
-
-
-def held(plan: Plan, name: str) -> tuple[str, str]:
-    """The peak of a stage, and in which way models are held, of all that differ."""
-    stages = [(model.memory, stage) for model in plan.models for stage in model.memory.stages if stage.stage == name]
-    ways = dict.fromkeys(stage.way for _, stage in stages)
-    return size(max(memory.peak(stage) for memory, stage in stages)), " / ".join(ways)
-
-
-def resources_line(plan: Plan) -> str:
+def _resources(plan: Plan) -> str:
     settings, each = plan.settings, plan.resources
     where = f"this machine: {machine.cpus()} CPUs, {torch.cuda.device_count()} GPUs"
     if settings.address:
@@ -563,69 +388,55 @@ def resources_line(plan: Plan) -> str:
 
 def to_mend(plan: Plan) -> list[str]:
     """List what makes trials slower than they need be and does not mend itself, each with what does."""
-    lines = []
-    if _unseen_gpu(plan):
+    here, texts = plan.settings.address is None and plan.card is None, []
+    if here and NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not torch.cuda.is_available():
         cuda = torch.version.cuda
-        why = (
-            f"its driver may be too old for CUDA {cuda}, see nvidia-smi"
-            if cuda
-            else "it is built without CUDA: see pytorch.org"
+        old = f"its driver may be too old for CUDA {cuda}, see nvidia-smi"
+        texts.append(
+            f"torch {torch.__version__} does not see this machine's NVIDIA GPU, so trials run on CPUs: "
+            f"{old if cuda else 'it is built without CUDA: see pytorch.org'}; to have it so, set CUDA_VISIBLE_DEVICES="
         )
-        lines.append(
-            f"torch {torch.__version__} does not see this machine's NVIDIA GPU, so trials run on CPUs: {why}; to have it so, set "
-            "CUDA_VISIBLE_DEVICES="
-        )
-    narrow = any(model.stored_as not in WIDE for model in plan.models)
-    if plan.without_bfloat16 and plan.settings.dtype is None and narrow:
-        lines.append(
+    if plan.without_bfloat16 and plan.settings.dtype is None and _stored_narrow(plan):
+        texts.append(
             f"all trials compute in float32, as {listed(plan.without_bfloat16)} cannot compute in bfloat16; leave such GPUs out "
             "with CUDA_VISIBLE_DEVICES, or give --dtype"
         )
-    if plan.settings.dtype == "bfloat16" and _on_cpu_here(plan) and not fast_at_bfloat16("cpu"):
-        lines.append(f"bfloat16 was asked for, but {_compared()}; leave --dtype out for float32")
-    return lines
+    if plan.settings.dtype == "bfloat16" and here and not plan.resources.gpus and not fast_at_bfloat16("cpu"):
+        texts.append(f"bfloat16 was asked for, but {_compared()}; leave --dtype out for float32")
+    return texts
 
 
-def _unseen_gpu(plan: Plan) -> bool:
-    """Return whether there is a GPU that trials do not use, though nobody has asked for that."""
-    here = plan.settings.address is None and plan.card is None and NVIDIA.exists()
-    return here and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not torch.cuda.is_available()
+def _stored_narrow(plan: Plan) -> bool:
+    return any(model.stored_as not in WIDE for model in plan.models)
 
 
-def _on_cpu_here(plan: Plan) -> bool:
-    return not plan.resources.gpus and not plan.settings.address
-
-
-def dtype_lines(plan: Plan) -> list[str]:
+def _dtypes(plan: Plan) -> list[str]:
     """Say which data type trials compute in and why, where that is not plain and `to_mend` says nothing of it: by how weights are
     stored, and by what the device is fast at."""
-    narrow = any(model.stored_as not in WIDE for model in plan.models)
-    if plan.settings.dtype is not None or (plan.without_bfloat16 and narrow):
+    if plan.settings.dtype is not None or (plan.without_bfloat16 and _stored_narrow(plan)):
         return []
-    lines = []
+    texts = []
     for stored, dtype in dict.fromkeys((model.stored_as, model.run.dtype) for model in plan.models):
-        labels = [model.run.label for model in plan.models if model.stored_as == stored]
-        of = f" ({', '.join(labels)})" if len(labels) < len(plan.models) else ""
         if stored not in WIDE and not plan.resources.gpus:
-            lines.append(f"{dtype}{of}: weights are stored in {stored}" + f"; {_compared()}" * _on_cpu_here(plan))
+            on_cpu = "" if plan.settings.address else f"; {_compared()}"
+            texts.append(f"{dtype}: weights are stored in {stored}{on_cpu}")
         elif stored in WIDE and plan.resources.gpus:
-            lines.append(f"float32{of}, as weights are stored; --dtype bfloat16 takes half the memory and less time")
-    return lines
+            texts.append("float32, as weights are stored; --dtype bfloat16 takes half the memory and less time")
+    return texts
 
 
 def _compared() -> str:
     return f"this CPU multiplies matrices {bfloat16_speed():.1f} times as fast in bfloat16 as in float32"
 
 
-def node_lines(plan: Plan) -> list[str]:
+def _nodes(plan: Plan) -> list[str]:
     """Say what each node of the cluster has, a line for each below what all have."""
     workers = [node for node in plan.nodes if node.runs_trials]
     if not workers:
         return []
     table: list[tuple[str, ...]] = [("", "CPUs", "memory", "GPUs", "clock")]
     for node in plan.nodes:
-        cpus, gpus = node.resources.get("CPU", 0), node.resources.get("GPU", 0)
-        cells = ("-", "no trials here", "-")
+        gpus, cells = node.resources.get("GPU", 0), ("-", "no trials here", "-")
         if node.memory is not None:
             kinds = ", ".join(sorted({gpu.name for gpu in node.gpus}))
             free = min((gpu.memory.available for gpu in node.gpus), default=0)
@@ -635,7 +446,7 @@ def node_lines(plan: Plan) -> list[str]:
                 f"{gpus:g} {kinds}, {size(free)} of {size(total)} free" if kinds else f"{gpus:g}",
                 f"{node.skew_s:+.0f} s" if node.skew_s else "equal",
             )
-        table.append((node.name, f"{cpus:g}", *cells))
+        table.append((node.name, f"{node.resources.get('CPU', 0):g}", *cells))
     versions = ", ".join(f"{name} {version}" for name, version in workers[0].versions.items())
     return [f"{len(plan.nodes)}, all with {versions}; one storage, the same models and data", *aligned(table)]
 

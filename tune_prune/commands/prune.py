@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tune_prune.commands.opened import Model
     from tune_prune.commands.prune_request import PruneRequest
     from tune_prune.core.records import StageReport
-    from tune_prune.pruning.groups import PruningPlan
 
 
 def parser() -> CommandLine:
@@ -86,10 +85,10 @@ def _main(argv: list[str]) -> None:
 
 
 def again(config: str | None, label: str | None, base: str | None = None) -> list[str]:
-    """The command that prunes by the same search once more; empty where there was none."""
-    flags = {"--config": config, "--model": label, "--base": base}
-    given = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
-    return [] if config is None else ["tune-prune", "prune", *given]
+    """Return the command that prunes by the same search once more; empty where there was none."""
+    given = {"--config": config, "--model": label, "--base": base}
+    words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+    return [] if config is None else ["tune-prune", "prune", *words]
 
 
 def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
@@ -102,6 +101,8 @@ def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False)
 def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:
     """Execute a request for that model and save what it makes, saying what is done; `options` as in `PrunedModel.save`. Raises
     UserError."""
+    from tune_prune.checkpoint.layers import padded_params
+
     if fmt == "gguf":  # before hours of statistics
         from tune_prune.checkpoint.gguf.architecture import check_shape
 
@@ -112,44 +113,35 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     if dense.found_as:
         say(f"weights      {dense.found_as}")
     searched = request.plan_file is not None
-    pruned = dense.execute(request, lambda stage: say(f"{_stage(stage):<12} {_taken(stage, searched)}"))
+    pruned = dense.execute(request, lambda stage: _say_stage(stage, searched))
     plan = pruned.plan
     text = f"by {request.run.of(config).calibration} text" if "calibration" in read else "without sample text"
     how = "as searched" if searched else f"chosen {text} in {request.run.dtype}"
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters ({plan.removed_fraction:.2%})"
     say(f"removed      {removed}, {how}")
-    if fmt == "hf-padded":
-        _warn_of_zeros(plan, dense, "prune" if request.metrics is None else "search again")
+    if fmt == "hf-padded":  # before anything is written
+        params = padded_params(plan, dense.geometry)
+        if plan.total_params - params < plan.removed_params / 2:
+            step = "prune" if request.metrics is None else "search again"
+            say(
+                "warning      --format hf-padded fills every layer with zeros up to the widest, so this model will have "
+                f"{params / plan.total_params:.0%} of the original's size;\n             to have a smaller one that loads in every "
+                f"program, {step} with --shape uniform"
+            )
     return pruned.save(folder, fmt, **options)
-
-
-def _warn_of_zeros(plan: PruningPlan, dense: Model, step: str) -> None:
-    """Say before anything is written that zeros would take most of what pruning has given."""
-    from tune_prune.checkpoint.layers import padded_params
-
-    params = padded_params(plan, dense.geometry)
-    if plan.total_params - params < plan.removed_params / 2:
-        share = f"{params / plan.total_params:.0%} of the original's size"
-        say(
-            f"warning      --format hf-padded fills every layer with zeros up to the widest, so this model will have {share};"
-        )
-        say(f"             to have a smaller one that loads in every program, {step} with --shape uniform")
 
 
 _STAGES = {"importance": "gradients", "refit": "repair", "recovery": "training", "pruning": "cut"}
 
 
-def _stage(stage: StageReport) -> str:
-    return _STAGES.get(stage.stage, stage.stage.replace("_", " "))
-
-
-def _taken(stage: StageReport, searched: bool) -> str:
+def _say_stage(stage: StageReport, searched: bool) -> None:
     """Say what a stage has taken; cutting runs no text through the model, and is never kept from before."""
-    seconds = f"{stage.duration_s:.1f} s"
-    if stage.stage == "pruning":
-        return seconds
-    kept = "already done by the search, which has kept it" if searched else "already done, and kept from then"
-    return f"{stage.tokens:,} tokens, {seconds}" if stage.tokens else kept
+    taken = f"{stage.duration_s:.1f} s"
+    if stage.tokens:
+        taken = f"{stage.tokens:,} tokens, {taken}"
+    elif stage.stage != "pruning":
+        taken = "already done by the search, which has kept it" if searched else "already done, and kept from then"
+    say(f"{_STAGES.get(stage.stage, stage.stage.replace('_', ' ')):<12} {taken}")
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -161,9 +153,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     needed = ("model", *(row.name for name, row in HYPERPARAMETERS.items() if row.required and name in read))
     missing = [_flag(name) for name in needed if getattr(args, name) is None]
     if missing:
-        are = "are" if len(missing) > 1 else "is"
         raise UserError(
-            f"{', '.join(missing)} {are} missing; name a search's result with --config, or give all of "
+            f"{', '.join(missing)} must be given; name a search's result with --config, or give all of "
             f"{', '.join(map(_flag, needed))}"
         )
 
@@ -205,7 +196,7 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
 
     original, now = about.sizes["dense"], about.saved_sizes
     on_disk = sum(file.bytes for file in about.files.values())
-    where, shown = str(shown_path(folder)), {"bytes": short_bytes(on_disk), "of": short_bytes(original.weight_bytes)}
+    where = str(shown_path(folder))
     shares = {
         "parameters": now.params / original.params,
         "memory per token of context": now.kv_bytes_per_token / original.kv_bytes_per_token,
@@ -213,7 +204,8 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
     }
     lines = [
         "",
-        f"saved        {where}/: {shown['bytes']} on disk, {on_disk / original.weight_bytes:.1%} of the original's {shown['of']}",
+        f"saved        {where}/: {short_bytes(on_disk)} on disk, {on_disk / original.weight_bytes:.1%} of the original's "
+        f"{short_bytes(original.weight_bytes)}",
         f"             {', '.join(f'{share:.1%} of its {name}' for name, share in shares.items())}",
     ]
     if about.format == "hf-padded" and (zeros := now.params - about.sizes["pruned"].params):
@@ -225,18 +217,16 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
         layers = ", ".join(map(str, about.dropped_layers))
         notes.insert(0, f"nothing was kept of layers {layers} of the original, so they are left out")
     if dense.file is not None and on_disk > (before := dense.file.stat().st_size):
-        step = (
-            "quantise it, as below"
-            if about.format == "gguf"
-            else "for a small file take --format gguf and quantise that"
-        )
+        step = "quantise it, as below"
+        if about.format != "gguf":
+            step = "for a small file take --format gguf and quantise that"
         notes.append(f"this is larger than {dense.file.name} ({short_bytes(before)}), as it is not quantised: {step}")
     lines += [f"note         {note}" for note in notes]
     return "\n".join([*lines, "", *_next(folder, about, dense, where, command)])
 
 
 def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequence[str]) -> list[str]:
-    """The block `next`: commands for this very checkpoint."""
+    """Return the block `next`: commands for this very checkpoint."""
     from tune_prune.checkpoint.card import uses
     from tune_prune.checkpoint.gguf.architecture import check_shape
     from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
@@ -259,15 +249,12 @@ def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequ
 
 
 def evaluation(model: str, about: Manifest) -> list[str]:
-    """The command that measures a checkpoint on what its recorded numbers were measured on."""
+    """Return the command that measures a checkpoint on what its recorded numbers were measured on."""
     command = ["tune-prune", "evaluate", "--model", model]
     run = about.source
     if run is None or about.metrics is None:
         return command
-    for flag, value in (
-        ("--data-dir", run.data_dir),
-        ("--limit", run.protocol.limit),
-        ("--perplexity-tokens", run.protocol.perplexity_tokens),
-    ):
+    limits = {"--limit": run.protocol.limit, "--perplexity-tokens": run.protocol.perplexity_tokens}
+    for flag, value in ({"--data-dir": run.data_dir} | limits).items():
         command += [flag, str(value)] if value is not None else []
     return command + (["--tasks", ",".join(run.protocol.tasks)] if run.protocol.tasks != ZERO_SHOT_TASKS else [])

@@ -1,4 +1,4 @@
-"""What `prune` is asked for: a model, a configuration, and what a search already knows about it.
+"""The request of `prune`: a model, a configuration, and what a search already knows about it.
 
 From a search comes the plan of what to keep (trials/<key>/pruning_plan.json), which is then executed as it was
 measured. Without it, the same steps as in a trial find it again: calibration, scores, selection.
@@ -7,7 +7,7 @@ measured. Without it, the same steps as in a trial find it again: calibration, s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,18 +59,11 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     if isinstance(path, Path) and path.is_dir():
         raise DamagedFile(path, "a folder, where a file belongs", "remove it, then search again")
     content = read_file(path)
-    if content is None:
-        if is_folder and isinstance(place, Path) and (place / BEST_OF_MODEL).is_file():
-            raise UserError(f"--config {asked} is a folder of an analysis; name {place / BEST_OF_MODEL}")
-        if is_folder and isinstance(place, Path):
-            step = "run the same search command to its end, which writes it even where nothing is left to run, or name another one"
-            raise UserError(f"--config {asked} has no {BEST_CONFIG}: {step}")
+    if content is None or path.suffix != ".json":
+        what = f"has no {BEST_CONFIG}" if is_folder else "is no JSON file" if content is not None else "does not exist"
         raise UserError(
-            f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
-        )
-    if path.suffix != ".json":
-        raise UserError(
-            f"--config {asked} is no JSON file; name the {BEST_CONFIG} that a search has written, or its folder"
+            f"--config {asked} {what}; name the {BEST_CONFIG} that a search writes at its end, or its folder, or the "
+            f"{BEST_OF_MODEL} of an analysis"
         )
     try:
         values = parse_json(path, content)
@@ -78,15 +71,16 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         entry = _chosen(entries, values.get("winners", {}), label, path)
         config = PruningConfig.from_dict(entry)
         run = None if entry["source"] is None else validated(ModelRun, entry["source"])
-        measured = _metrics(entry) if entry.get("draws", 1) == 1 else None  # a mean over draws is of no one model
-        recorded = {"metrics": measured, "baseline": _baseline(entry.get("baseline"))}
+        # A mean over draws is of no one model.
+        recorded = {"metrics": _metrics(entry) if entry.get("draws", 1) == 1 else None, "baseline": None}
+        if entry.get("baseline") is not None:
+            recorded["baseline"] = _metrics(entry["baseline"])
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        cause = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} does not name a configuration that a search has found ({cause}); give the {BEST_CONFIG} that "
-            "a search has written, or all of --model, --method, --seq-len and --num-samples"
+            f"{path} does not name a configuration that a search has found ({type(error).__name__}: {error}); give the "
+            f"{BEST_CONFIG} that a search has written, or all of --model, --method, --seq-len and --num-samples"
         ) from error
     if run is None:
         raise UserError(
@@ -94,7 +88,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
             f"{config.method}, --seq-len {config.seq_len} and --num-samples {config.num_samples} instead"
         )
     trial = _trial_folder(path, entry.get("output_dir"))
-    known = _known(trial, recorded, run, config, path)
+    known = recorded | ({} if trial is None else _known(trial, run, config, path))
     moved = run
     if base is not None or revision is not None:
         at, _ = resolve.searched_model(run, base, revision)
@@ -107,10 +101,10 @@ def _chosen(
 ) -> dict[str, Any]:
     """Return the entry of that label; without one that of the only model or, where that is there with and without training, of the
     better one (`winners`)."""
-    if label is None and len(winners) == 1:
-        label = next(iter(winners.values()))
-    if label is None and len(entries) == 1:
-        return next(iter(entries.values()))
+    known: tuple[Collection[str], ...] = (winners.values(), entries)
+    for only in known:
+        if label is None and len(only) == 1:
+            (label,) = only
     if not entries:
         raise UserError(f"{path} names no configuration, as no trial is complete; run the search until one is")
     if label is None or label not in entries:
@@ -134,30 +128,22 @@ def _artifacts(trial: Location | None, path: Location) -> Location | None:
     return None if isinstance(folder, Path) and not folder.is_dir() else folder
 
 
-def _known(
-    trial: Location | None, recorded: Mapping[str, Any], run: ModelRun, config: PruningConfig, path: Location
-) -> dict[str, Any]:
-    """Return plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else what is `recorded`
-    in the file `path`. A damaged plan is as good as none."""
-    known = dict(recorded)
-    if trial is None:
-        return known
+def _known(trial: Location, run: ModelRun, config: PruningConfig, path: Location) -> dict[str, Any]:
+    """Return plan, fingerprint and measurements of the trial that the file `path` names, as far as its experiment has them. A
+    damaged plan is as good as none."""
+    known: dict[str, Any] = {}
     experiment = open_store(trial.parents[1])
     ledger = Ledger(experiment)
     record = ledger.read(trial.name)
     if record is not None and record.config != config:
-        raise DamagedFile(
-            path,
-            f"damaged: it names {config}, and {ledger.path(trial.name)} is of another configuration",
-            "delete it, then search again: the same command runs nothing and writes it anew",
-        )
+        what = f"damaged: it names {config}, and {ledger.path(trial.name)} is of another configuration"
+        raise DamagedFile(path, what, "delete it, then run the search again, which writes it anew")
     try:
         content = ledger.trial_file(trial.name, PLAN)
         if content is not None:
             plan = PruningPlan.from_dict(parse_json(trial / PLAN, content))
-            if record is not None and plan.removed_fraction != record.metrics.get(
-                "removed_fraction", plan.removed_fraction
-            ):
+            removed = plan.removed_fraction
+            if record is not None and removed != record.metrics.get("removed_fraction", removed):
                 raise ValueError("it removes another part of the model than its trial did")
             known |= {"plan": plan, "plan_file": trial / PLAN}
     except ValueError as error:
@@ -169,31 +155,29 @@ def _known(
     for file, one in ((ledger.path(trial.name), record), (experiment.path(BASELINES), baseline)):
         if one is not None and (other := stranger(one, about)):
             raise DamagedFile(file, other, "delete it, then search again")
-    errors = _errors(record, baseline, experiment.folder)
+    sizes = _certain_sizes(record, baseline, experiment.folder)
     searched = {
         "fingerprint": identity.get("model"),
-        "metrics": None if record is None else record.metrics | errors(record.metrics),
-        "baseline": None if baseline is None else baseline.metrics | errors(baseline.metrics),
+        "metrics": None if record is None else record.metrics | wilson_errors(record.metrics, sizes),
+        "baseline": None if baseline is None else baseline.metrics | wilson_errors(baseline.metrics, sizes),
         "measured_on": _same_data(run, identity.get("data")),
     }
     return known | {name: value for name, value in searched.items() if value is not None}
 
 
-def _errors(
-    record: TrialRecord | None, baseline: TrialRecord | None, folder: Location
-) -> Callable[[Mapping[str, Any]], dict[str, float]]:
-    """Return what gives, of metrics, the standard errors that Wilson's take the place of, as in the search's final table."""
+def _certain_sizes(record: TrialRecord | None, baseline: TrialRecord | None, folder: Location) -> Mapping[str, float]:
+    """Return the items of tasks that are all right or all wrong, whose standard errors are Wilson's in the final table, too."""
     from tune_prune.analysis.input.items import certain_sizes
     from tune_prune.analysis.input.rows import frame
     from tune_prune.analysis.input.study import Model
 
-    sizes: Mapping[str, float] = {}
-    if record is not None:
-        try:
-            sizes = certain_sizes(Model("", frame([record], folder), baseline.metrics if baseline is not None else {}))
-        except UserError as error:
-            log.warning("%s; a task that is all right or all wrong has no standard error", error)
-    return lambda metrics: wilson_errors(metrics, sizes)
+    if record is None:
+        return {}
+    try:
+        return certain_sizes(Model("", frame([record], folder), baseline.metrics if baseline is not None else {}))
+    except UserError as error:
+        log.warning("%s; a task that is all right or all wrong has no standard error", error)
+        return {}
 
 
 def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
@@ -205,23 +189,13 @@ def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
 
 
 def _metrics(entry: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the measurements that the entry itself holds, named as in the ledger. Raises ValueError, TypeError, KeyError or
-    AttributeError where it holds something else, as `_baseline` does."""
+    """Return the measurements that an entry itself holds, named as in the ledger."""
     metrics = {
         name: entry[name] for name in ("ppl", "acc_mean", "acc_mean_stderr", "removed_fraction") if name in entry
     }
     for task, values in (entry.get("tasks") or {}).items():
         metrics |= {f"acc_{task}": values["acc"], f"acc_{task}_stderr": values["stderr"]}
-    return _numbers(metrics)
-
-
-def _baseline(values: Mapping[str, Any] | None) -> dict[str, float | None] | None:
-    names = ("ppl", "acc_mean", "acc_mean_stderr")
-    return None if values is None else _numbers({name: values[name] for name in names if name in values})
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: None if value is None else number(value) for name, value in values.items()}
+    return {name: None if value is None else number(value) for name, value in metrics.items()}
 
 
 def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None) -> PruneRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -22,12 +22,9 @@ from tune_prune.core.store import Location
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.plan import Plan
 
-if TYPE_CHECKING:
-    pass
-
 
 class Results:
-    """What a search has found. `print(results)` shows the best configuration of each model, then the best trials.
+    """Results of a search. `print(results)` shows the best configuration of each model, then the best trials.
 
     folder    of the experiment
     findings  every number of its analysis (tune_prune/analysis/statistics/findings.py)
@@ -35,9 +32,7 @@ class Results:
     """
 
     def __init__(self, folder: Location, findings: Findings, cost: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.findings = findings
-        self.cost = cost
+        self.folder, self.findings, self.cost = folder, findings, cost
 
     @property
     def trials(self) -> pd.DataFrame:

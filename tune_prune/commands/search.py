@@ -32,7 +32,7 @@ from tune_prune.tuning.local_ray import started_early
 if TYPE_CHECKING:
     from tune_prune.commands.results import Results
     from tune_prune.tuning.observers.json_log import JsonLog
-    from tune_prune.tuning.plan import Plan, SearchSettings
+    from tune_prune.tuning.plan import SearchSettings
 
 _BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
 
@@ -67,7 +67,7 @@ def _search(args: argparse.Namespace, argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def _log(wanted: bool) -> Iterator[JsonLog]:
-    """Events on standard output, and everything else on standard error; or no events. What ends the search is an event, too."""
+    """Write events to standard output, and everything else to standard error; or no events. What ends the search is one, too."""
     from tune_prune.tuning.observers.json_log import JsonLog
 
     if not wanted:
@@ -83,12 +83,7 @@ def _log(wanted: bool) -> Iterator[JsonLog]:
             raise
 
 
-def _run(
-    args: argparse.Namespace,
-    argv: list[str],
-    asked: SearchSettings,
-    log: JsonLog,
-) -> None:
+def _run(args: argparse.Namespace, argv: list[str], asked: SearchSettings, log: JsonLog) -> None:
     from tune_prune.analysis.cost import cost_line
     from tune_prune.analysis.render.messages import one_line
     from tune_prune.analysis.verdict import winners
@@ -106,7 +101,15 @@ def _run(
             f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; leave it out, and "
             "keep the model afterwards with the line `keep` that the search ends with"
         )
-    _log_plan(log, plan)
+    log.event(
+        "plan",
+        folder=str(plan.experiment_dir),
+        trials={model.run.label: len(model.trials) for model in plan.models},
+        recorded=plan.recorded,
+        slots=plan.slots,
+        predicted_seconds=plan.cost and plan.cost.wall_range,
+        predicted_gpu_hours=plan.cost and plan.cost.gpu_hours,
+    )
     say(plan_page.details(plan) if args.verbose else plan_page.summary(plan))
     if args.dry_run:
         say("\ndry run: nothing was started")
@@ -122,16 +125,13 @@ def _run(
             with terminal.shown():
                 _save_best(results)
 
-    # Bars of trials in this process, in the place of the line that says how far all are
-    with (
-        kept,
-        terminal.shown(_BESIDE_THE_LINE_S),
-    ):
+    # Bars of trials in this process stand in the place of the line that says how far all are.
+    with kept, terminal.shown(_BESIDE_THE_LINE_S):
         results = run(plan, command, at_end, [log, *trackers(args.track or (), plan.experiment_dir.name)])
     folder = shown_path(plan.experiment_dir)
-    planned = {spec.key for model in plan.models for spec in model.trials}
     trials = results.trials
-    planned &= set(trials["key"])  # those that were run: an adaptive search, --draws and --recover leave some out
+    # Those that were run: an adaptive search, --draws and --recover leave some out.
+    planned = {spec.key for spec in plan.trials} & set(trials["key"])
     failed = trials[trials["key"].isin(planned) & (trials["status"] == "failed")]
     statuses = trials["status"].value_counts().to_dict()
     best = [
@@ -155,14 +155,6 @@ def _run(
         say(f"try again    {again}")
 
 
-def _log_plan(log: JsonLog, plan: Plan) -> None:
-    planned = {model.run.label: len(model.trials) for model in plan.models}
-    seconds = None if plan.cost is None else plan.cost.wall_range
-    hours = None if plan.cost is None else plan.cost.gpu_hours
-    about = {"folder": str(plan.experiment_dir), "trials": planned, "recorded": plan.recorded, "slots": plan.slots}
-    log.event("plan", **about, predicted_seconds=seconds, predicted_gpu_hours=hours)
-
-
 def next_commands(folder: str, kept: Mapping[str, str], rule: str = "accuracy") -> list[tuple[str, list[str]]]:
     """Return the commands for a finished search, by name; `kept`: by model the label whose best configuration is saved; `rule`: by
     which it was chosen."""
@@ -171,15 +163,14 @@ def next_commands(folder: str, kept: Mapping[str, str], rule: str = "accuracy") 
     commands = []
     for model, label in kept.items():
         which = ["--model", label] if len(kept) > 1 else []
-        keep = ["tune-prune", "prune", "--config", folder, *which, "--output", folder_name(model)]
-        commands.append(("keep", keep))
+        commands.append(("keep", ["tune-prune", "prune", "--config", folder, *which, "--output", folder_name(model)]))
     by = [] if rule == "accuracy" else ["--rule", rule]
     commands.append(("report", ["tune-prune", "analysis", folder, *by]))
     return [*commands, ("curves", ["tensorboard", "--logdir", f"{folder}/tensorboard"])]
 
 
 def _save_best(results: Results) -> None:
-    """The best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
+    """Save the best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
     from tune_prune.analysis.verdict import winners
     from tune_prune.commands import prune, prune_request
     from tune_prune.commands.opened import Model

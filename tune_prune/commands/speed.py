@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tune_prune.commands import flags
@@ -51,7 +51,7 @@ def _main(argv: list[str]) -> None:
 
 
 def _of_checkpoint(args: argparse.Namespace) -> None:
-    """A pruned checkpoint beside its dense model; any other model alone."""
+    """Measure a pruned checkpoint beside its dense model; any other model alone."""
     output = None if args.output is None else flags.record_file(args.output, "prefill_tokens_per_s", "a speed")
     flags.check_names([args.model], None, None, None)
     flags.limit_threads()
@@ -79,19 +79,6 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
         say(f"\nrecord       {output}")
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A configuration of a search, by its trial."""
-
-    name: str
-    folder: Location  # of the trial
-
-    @property
-    def store(self) -> Store:
-        """Return the store of its experiment."""
-        return open_store(self.folder.parent.parent)
-
-
 def _of_search(args: argparse.Namespace) -> None:
     if args.output is not None:
         raise UserError("--output is for --model alone: the speeds of a search are kept in its folder; leave it out")
@@ -99,39 +86,32 @@ def _of_search(args: argparse.Namespace) -> None:
     from tune_prune.analysis.statistics.findings import find
     from tune_prune.commands.analysis import why_nothing
 
-    place = location(args.config).expanduser()
-    study = read_study([place], [])
+    study = read_study([location(args.config).expanduser()], [])
     findings = find(study)
     if not findings.models:
         raise UserError(why_nothing(study))
     if args.model is not None and args.model not in findings.models:
         raise UserError(f"--model {args.model} is not in {args.config}; {did_you_mean(args.model, findings.models)}")
-    chosen = {label: model_findings for label, model_findings in findings.models.items() if args.model in (None, label)}
-    runs = {label: _run_of(model_findings, args.config) for label, model_findings in chosen.items()}
+    chosen = {label: of_model for label, of_model in findings.models.items() if args.model in (None, label)}
+    runs = {label: _run_of(of_model, args.config) for label, of_model in chosen.items()}
     if args.base is not None and len({run.label for run in runs.values()}) > 1:
         raise UserError(f"--base {args.base} is one model, and {args.config} has several; choose one with --model")
     flags.limit_threads()
     opened: dict[str, LoadedModel] = {}  # the last dense model, by its label in the search
-    measured, folders = 0, dict[str, None]()  # in which folders
-    for label, model_findings in chosen.items():
+    measured, folders = 0, dict[str, None]()
+    for label, of_model in chosen.items():
         run = runs[label]
         if run.label not in opened:
             opened.clear()
-            opened[run.label] = _dense(args, run, _fingerprint(findings, model_findings, run))
-        candidates = list(_candidates(model_findings, args.all))
-        measured += _measure(args, label, opened[run.label], candidates)
-        folders |= {str(candidate.store.path(SPEED)): None for candidate in candidates}
+            opened[run.label] = _dense(args, run, _fingerprint(findings, of_model, run))
+        # What any rule chooses, or all, the most accurate first; of several draws the first stands for all.
+        names = {name for names in of_model.chosen.values() for name in names}
+        rows = of_model.eligible if args.all else of_model.eligible[of_model.eligible["name"].isin(names)]
+        trials = {row["name"]: location(row["output_dir"]) for _, row in rows.iterrows()}
+        measured += _measure(args, label, opened[run.label], trials)
+        folders |= {str(open_store(trial.parent.parent).path(SPEED)): None for trial in trials.values()}
     say(f"\nmeasured     {measured} of them now; all are kept in {', '.join(folders)}")
     say(f"report       tune-prune analysis {args.config}")
-
-
-def _candidates(findings: ModelFindings, every: bool) -> Iterator[_Candidate]:
-    """Yield the configurations that any rule chooses, or all, the most accurate first. Of several draws the first stands for
-    all."""
-    chosen = {name for names in findings.chosen.values() for name in names}
-    for _, row in findings.eligible.iterrows():
-        if every or row["name"] in chosen:
-            yield _Candidate(row["name"], location(row["output_dir"]))
 
 
 def _run_of(findings: ModelFindings, asked: str) -> ModelRun:
@@ -156,7 +136,7 @@ def _fingerprint(findings: Findings, model_findings: ModelFindings, run: ModelRu
 
 
 def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> LoadedModel:
-    """The dense model of a search. Raises UserError."""
+    """Load the dense model of a search. Raises UserError."""
     import torch
 
     from tune_prune.models import loading
@@ -169,38 +149,37 @@ def _dense(args: argparse.Namespace, run: ModelRun, fingerprint: str | None) -> 
         raise UserError(
             f"{source.location} is not the model that was searched (the contents of its files differ); name that one with --base"
         )
-    device = loading.pick_device(args.device)
-    dtype = getattr(torch, args.dtype or run.dtype)
+    device, dtype = loading.pick_device(args.device), getattr(torch, args.dtype or run.dtype)
     what = f"{run.label}, whose speed is that of a whole model,"
     return first_that_fits(
         what, [RESIDENT], lambda way: loading.load_model(source, dtype, device, way), torch.device(device)
     )
 
 
-def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, candidates: list[_Candidate]) -> int:
-    """Measure each of them that was not yet, and keep it before the next; returns how many."""
+def _measure(args: argparse.Namespace, label: str, dense: LoadedModel, trials: Mapping[str, Location]) -> int:
+    """Measure each of these `trials`, folders by configuration, that was not yet, and keep it before the next; return how many."""
     from tune_prune.checkpoint.generation_speed import spread, verdict
     from tune_prune.commands.opened import measure_speed, speed_conditions
     from tune_prune.core import speed_records
 
     conditions = speed_conditions(dense, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
-    count = f"{len(candidates)} configuration{'s' * (len(candidates) != 1)} beside the original"
+    count = f"{len(trials)} configuration{'s' * (len(trials) != 1)} beside the original"
     lengths = f"prompt of {conditions.prompt_tokens:,} tokens, {conditions.new_tokens:,} new tokens, batch size {BATCH}"
     say(f"{label}: {count}, {lengths}, {conditions.dtype} on {conditions.device}")
-    width, measured = max(len(candidate.name) for candidate in candidates), 0
-    for candidate in candidates:
-        store, key = candidate.store, candidate.folder.name
+    measured = 0
+    for index, (name, folder) in enumerate(trials.items()):
+        store, key = open_store(folder.parent.parent), folder.name
         record = None if args.overwrite else speed_records.read_speed(store, speed_records.speed_name(key, conditions))
         before = "" if record is None else "  (measured before)"
         if record is None:
-            record = measure_speed(dense, _plan(store, key, candidate.name), key, conditions)
+            record = measure_speed(dense, _plan(store, key, name), key, conditions)
             speed_records.write_speed(store, record)
             measured += 1
-        if candidate is candidates[0]:
-            say(f"speed        {verdict(record.prefill, record.decode)}: {candidate.name}, the most accurate")
+        if index == 0:
+            say(f"speed        {verdict(record.prefill, record.decode)}: {name}, the most accurate")
         parts = {"prefill": record.prefill, "decode": record.decode}
-        shown = "  ".join(f"{name} {ratio.value:.2f}x {spread(ratio)}" for name, ratio in parts.items())
-        say(f"  {candidate.name:<{width}}  {shown}{before}")
+        shown = "  ".join(f"{part} {ratio.value:.2f}x {spread(ratio)}" for part, ratio in parts.items())
+        say(f"  {name:<{max(map(len, trials))}}  {shown}{before}")
     return measured
 
 

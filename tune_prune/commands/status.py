@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AwareDatetime, Field
 
 from tune_prune.analysis.cost import between, duration, gpu_hours
 from tune_prune.analysis.input.items import certain_sizes, rows_with_wilson_errors
@@ -41,17 +42,6 @@ _SHOWN = 8  # trials that run, classes of failure
 _NOT_OURS = "delete it, or start another experiment with --name"
 
 
-def _aware(time: str) -> str:
-    try:
-        known = datetime.fromisoformat(time).tzinfo is not None
-    except ValueError:
-        known = False
-    if not known:
-        raise PydanticCustomError("time", "Input should be a time with its zone")
-    return time
-
-
-_Time = Annotated[str, AfterValidator(_aware)]
 _Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -73,11 +63,11 @@ class _Said:
     host: str
     pid: Annotated[int, Field(ge=1, lt=2**31)]  # what an operating system takes for one
     started_at: str
-    updated_at: _Time
+    updated_at: AwareDatetime
     slots: Count
     running: list[_Piece]
     eta_seconds: tuple[_Seconds, _Seconds] | None
-    eta_at: _Time
+    eta_at: AwareDatetime
 
 
 def shown(name: str, storage_path: str, as_json: bool = False) -> str:
@@ -85,8 +75,8 @@ def shown(name: str, storage_path: str, as_json: bool = False) -> str:
 
     Raises UserError where there is no such experiment, or where its files are damaged.
     """
-    found = read(experiment(name, storage_path))
-    return to_json(found, plain_ascii=True).rstrip() if as_json else text(found)
+    status = read(experiment(name, storage_path))
+    return to_json(status, plain_ascii=True).rstrip() if as_json else text(status)
 
 
 def experiment(name: str, storage_path: str) -> Store:
@@ -108,27 +98,29 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
     now = now or datetime.now(UTC)
     about, ledger = required_about(store), Ledger(store)
     readable, damaged = ledger.readable()
-    others = {record.key: what for record in readable if (what := stranger(record, about))}
-    damaged += [DamagedFile(ledger.path(key), what, _NOT_OURS) for key, what in others.items()]
-    records = [record for record in readable if record.key not in others]
-    baselines, measured_dense = {}, {}
     try:
-        measured_dense = read_baselines(store)
+        baselines = read_baselines(store)
     except DamagedFile as error:
-        damaged.append(error)
-    for label, record in measured_dense.items():
+        baselines, damaged = {}, [*damaged, error]
+    records: list[TrialRecord] = []
+    strangers: list[DamagedFile] = []
+    for record in readable:
         if what := stranger(record, about):
-            damaged.append(DamagedFile(store.path(BASELINES), what, _NOT_OURS))
+            strangers.append(DamagedFile(ledger.path(record.key), what, _NOT_OURS))
         else:
-            baselines[label] = record
+            records.append(record)
+    for label, record in list(baselines.items()):
+        if what := stranger(record, about):
+            strangers.append(DamagedFile(store.path(BASELINES), what, _NOT_OURS))
+            del baselines[label]
     try:
         search = _said(store)
     except DamagedFile as error:  # only a view
         search, damaged = None, [error, *damaged]
     objective = (about.get("settings") or {}).get("objective")
-    told = [str(error) for error in damaged]
     passes, unread = readable_passes(store)
-    models = _best(store, records, baselines, objective if objective in MEASURES else "accuracy", told)
+    problems = [str(error) for error in (*damaged, *strangers)]
+    models = _best(store, records, baselines, objective if objective in MEASURES else "accuracy", problems)
     return {
         "experiment": store.folder.name,
         "folder": str(store.folder),
@@ -136,7 +128,7 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
         "search": search,
         "silent_seconds": None if search is None else _age(search["updated_at"], now),
         "trials": _trials(about, records),
-        "damaged": [*told, *map(str, unread)],
+        "damaged": [*problems, *map(str, unread)],
         "failures": _failures(records),
         "models": models,
         "gpu_hours": gpu_hours([*records, *baselines.values()], passes),
@@ -158,18 +150,15 @@ def _said(store: Store) -> dict[str, Any] | None:
 
 
 def _trials(about: Mapping[str, Any], records: Sequence[TrialRecord]) -> dict[str, int | None]:
-    """Count the trials that the latest start was to come to (None: not known), those of them that are done, and the others.
-
-    Others are of earlier starts with other search spaces, or of rounds that this one has not come to yet.
-    """
+    """Count the trials that the latest start was to come to (None: not known), those of them that are done, and those of earlier
+    starts with other search spaces, or of rounds that this one has not come to yet."""
     models = about.get("models", {})
     keys = {key for model in models.values() for key in model.get("trial_keys", ())}
     done = [record for record in records if record.key in keys or not keys]
     planned = len(keys) or None
     if about.get("search") == "optuna" and about.get("num_trials") is not None:
         planned = max(int(about["num_trials"]) * len(models), len(done))  # an earlier start may have asked for more
-    states = Counter[str](record.status for record in done)
-    counts = {state: states[state] for state in _STATES}
+    counts = {state: sum(record.status == state for record in done) for state in _STATES}
     return {"planned": planned, "done": len(done), **counts, "earlier": len(records) - len(done)}
 
 
@@ -191,20 +180,15 @@ def _age(time: str, now: datetime) -> float:
 
 def _failures(records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
     """Return a row per class of failure, the most frequent first, with the latest trial that failed so."""
-    found: dict[str, list[TrialRecord]] = {}
-    for record in records:
-        if record.status == "failed":
-            found.setdefault(getattr(record, "failure", "") or "failed", []).append(record)
+    failed = sorted((record for record in records if record.status == "failed"), key=lambda record: record.started_at)
+    latest = {record.failure or "failed": record for record in failed}
     rows = []
-    for kind, members in sorted(found.items(), key=lambda entry: -len(entry[1])):
-        latest = max(members, key=lambda record: record.started_at)
-        example = {"model": latest.model, "config": _name(latest), "reason": latest.reason, "host": latest.host}
-        rows.append({"failure": kind, "count": len(members), "latest": example})
+    for kind, count in Counter(record.failure or "failed" for record in failed).most_common():
+        record = latest[kind]
+        name = record.config.name if record.config else record.model
+        example = {"model": record.model, "config": name, "reason": record.reason, "host": record.host}
+        rows.append({"failure": kind, "count": count, "latest": example})
     return rows
-
-
-def _name(record: TrialRecord) -> str:
-    return record.config.name if record.config else record.model
 
 
 def _best(
@@ -218,10 +202,10 @@ def _best(
     rows = frame(records, store.folder)
     configs = rows["configuration"]
     rows["name"] = [config.name for config in configs]
-    complete = rows["success"]
     groups = [config.group(record.model) for config, record in zip(configs, records, strict=True)]
-    found: dict[str, Any] = {}
-    for group, label in group_labels(group for group, whole in zip(groups, complete, strict=True) if whole).items():
+    best: dict[str, Any] = {}
+    with_complete = [group for group, complete in zip(groups, rows["success"], strict=True) if complete]
+    for group, label in group_labels(with_complete).items():
         model = Model(label, rows[[other == group for other in groups]].reset_index(drop=True))
         eligible, _ = configurations(ranked(model.rows), model.rows)
         try:
@@ -230,79 +214,63 @@ def _best(
             damaged.append(str(error))
         scores = score(eligible, by)
         dense = baselines[group[0]].metrics.get("acc_mean") if group[0] in baselines else None
-        found[label] = {
-            "complete": int((model.states == "complete").sum()),
-            "best": None,
-            "by": by,
-            "dense_acc_mean": dense,
-        }
+        complete = int((model.states == "complete").sum())
+        best[label] = {"complete": complete, "best": None, "by": by, "dense_acc_mean": dense}
         if np.isfinite(scores).any():
-            best = eligible.iloc[int(np.nanargmax(scores))]
-            values = plain_values(best, "key", "draws", "acc_mean", "acc_mean_stderr", "ppl")
-            found[label]["best"] = {"config": without_draw(best["configuration"]).name, **values}
-    return found
-
-
-def text(found: Mapping[str, Any]) -> str:
-    """Put what `read` gives in words, for a person."""
-    trials, search = found["trials"], found["search"]
-    planned = "" if trials["planned"] is None else f" of {trials['planned']:,}"
-    counts = [f"{trials[state]:,} {words}" for state, words in _STATES.items() if trials[state]]
-    lines = [("experiment", f"{found['experiment']} ({found['folder']})"), ("search", _of_search(found))]
-    earlier = f"; and {trials['earlier']:,} of earlier starts" if trials["earlier"] else ""
-    lines.append(("trials", f"{trials['done']:,}{planned} done{': ' * bool(counts)}{', '.join(counts)}{earlier}"))
-    if found["state"] == "running":
-        pieces = search["running"]
-        for index, piece in enumerate(pieces[:_SHOWN]):
-            lines.append(("" if index else "running", _piece(piece)))
-        if len(pieces) > _SHOWN:
-            hosts = Counter(piece["host"] or "starting" for piece in pieces)
-            others = ", ".join(f"{host} {count}" for host, count in hosts.items())
-            lines.append(("", f"and {len(pieces) - _SHOWN:,} more; by machine: {others}"))
-    for index, failure in enumerate(found["failures"][:_SHOWN]):
-        latest = failure["latest"]
-        kind = FAILURES.get(failure["failure"], failure["failure"])
-        why = f"{kind}: {failure['count']:,}, the latest {latest['model']} {latest['config']} on {latest['host']}"
-        lines.append(("" if index else "failed", f"{why}: {_short(latest['reason'])}"))
-    lines += [("damaged", error) for error in found["damaged"][:_SHOWN]]
-    for index, (label, model) in enumerate(found["models"].items()):
-        lines.append(("" if index else "best", _of_model(label, model)))
-    if found["state"] == "running" and search["eta_seconds"] is not None:
-        passed = _age(search["eta_at"], datetime.now(UTC))
-        lines.append(("time left", between([max(0.0, seconds - passed) for seconds in search["eta_seconds"]])))
-    lines.append(("GPU-hours", f"{found['gpu_hours']:.2f} so far, of what is finished"))
-    return "\n".join(printable(f"{name:<12} {line}") for name, line in lines)
+            row = eligible.iloc[int(np.nanargmax(scores))]
+            values = plain_values(row, "key", "draws", "acc_mean", "acc_mean_stderr", "ppl")
+            best[label]["best"] = {"config": without_draw(row["configuration"]).name, **values}
+    return best
 
 
 _STATES = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 
 
-# As a person says them; the others by their names.
-_STAGES = {
-    "importance": "sample text",
-    "refit": "repair",
-    "recovery": "short training",
-    "kl": "distance from the original",
-    "zero_shot": "a part of the benchmarks",
-}
+def text(status: Mapping[str, Any]) -> str:
+    """Put what `read` gives in words, for a person."""
+    trials, search, running = status["trials"], status["search"], status["state"] == "running"
+    planned = "" if trials["planned"] is None else f" of {trials['planned']:,}"
+    counts = [f"{trials[state]:,} {words}" for state, words in _STATES.items() if trials[state]]
+    earlier = f"; and {trials['earlier']:,} of earlier starts" if trials["earlier"] else ""
+    lines = [
+        ("experiment", f"{status['experiment']} ({status['folder']})"),
+        ("search", _of_search(status)),
+        ("trials", f"{trials['done']:,}{planned} done{': ' * bool(counts)}{', '.join(counts)}{earlier}"),
+    ]
+    pieces = search["running"] if running else []
+    lines += [("running", _piece(piece)) for piece in pieces[:_SHOWN]]
+    if len(pieces) > _SHOWN:
+        lines.append(("running", f"and {len(pieces) - _SHOWN:,} more"))
+    for failure in status["failures"][:_SHOWN]:
+        latest, kind = failure["latest"], FAILURES.get(failure["failure"], failure["failure"])
+        reason = shorten(latest["reason"], 300, placeholder=" …")
+        which = f"the latest {latest['model']} {latest['config']} on {latest['host']}"
+        lines.append(("failed", f"{kind}: {failure['count']:,}, {which}: {reason}"))
+    lines += [("damaged", error) for error in status["damaged"][:_SHOWN]]
+    lines += [("best", _of_model(label, model)) for label, model in status["models"].items()]
+    if running and search["eta_seconds"] is not None:
+        passed = _age(search["eta_at"], datetime.now(UTC))
+        lines.append(("time left", between([max(0.0, seconds - passed) for seconds in search["eta_seconds"]])))
+    lines.append(("GPU-hours", f"{status['gpu_hours']:.2f} so far, of what is finished"))
+    names = ["" if name == before else name for (before, _), (name, _) in pairwise([("", ""), *lines])]
+    return "\n".join(printable(f"{name:<12} {line}") for name, (_, line) in zip(names, lines, strict=True))
 
 
-def _of_search(found: Mapping[str, Any]) -> str:
-    search, state = found["search"], found["state"]
+def _of_search(status: Mapping[str, Any]) -> str:
+    search, state = status["search"], status["state"]
     if search is None:
         return "not known: none has run trials here, or one of an older version"
-    who, silent = f"process {search['pid']} on {search['host']}", duration(found["silent_seconds"])
+    who, silent = f"process {search['pid']} on {search['host']}", duration(status["silent_seconds"])
     if state == "running":
         return f"running, {who}, {search['slots']:,} trials at once, since {search['started_at']}; last heard of {silent} ago"
-    if state == "silent":
-        if _gone(search):
-            return (
-                f"killed: {who}, is not there any more, {silent} after it was last heard of; the same command goes on"
-            )
-        return f"silent for {silent}: {who} was killed, or does not reach this storage; the same command goes on"
     if state == "ended":
         return f"ended {silent} ago, {who}"
-    return f"stopped {silent} ago by an interrupt or an error, {who}; the same command goes on"
+    how = f"stopped {silent} ago by an interrupt or an error, {who}"
+    if state == "silent" and _gone(search):
+        how = f"killed: {who}, is not there any more, {silent} after it was last heard of"
+    elif state == "silent":
+        how = f"silent for {silent}: {who} was killed, or does not reach this storage"
+    return f"{how}; the same command goes on"
 
 
 def _gone(search: Mapping[str, Any]) -> bool:
@@ -311,8 +279,7 @@ def _gone(search: Mapping[str, Any]) -> bool:
 
 
 def _piece(piece: Mapping[str, Any]) -> str:
-    stage = piece["after_stage"]
-    after = f"{_STAGES.get(stage, stage.replace('_', ' '))} done" if stage else "starting"
+    after = f"{piece['after_stage'].replace('_', ' ')} done" if piece["after_stage"] else "starting"
     where = f" on {piece['host']}" if piece["host"] else ""
     model = "" if piece["key"] is None else f"{piece['model']} "
     return f"{model}{piece['config']}{where}, {after}, since {piece['since']}"
@@ -331,8 +298,3 @@ def _of_model(label: str, model: Mapping[str, Any]) -> str:
     return (
         f"{label}: {best['config']}{by}, accuracy {accuracy}{known}{runs}{original}, of {model['complete']:,} complete"
     )
-
-
-def _short(sentence: str, width: int = 300) -> str:
-    line = " ".join(sentence.split())
-    return line if len(line) <= width else f"{line[: width - 1]}…"

@@ -10,12 +10,11 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tune_prune import __version__
 from tune_prune.core.errors import UserError
-from tune_prune.core.hyperparameters import HYPERPARAMETERS
 
 _EXIT_CODES = """exit codes:
   0    done
@@ -80,10 +79,13 @@ class Parser(argparse.ArgumentParser):
         # Such letters stand for bytes that are no text, which records, logs and the terminal could not hold.
         if strange := [text for text in args if re.search("[\ud800-\udfff]", text)]:
             raise UserError(f"{strange[0]!r} is no UTF-8 text, which names in records are; rename that file or folder")
-        known = self._option_string_actions
-        unknown = [flag for flag in _flags(args) if flag not in known]
-        if unknown:
-            self.error("; ".join(_unknown_flag(flag, known) for flag in dict.fromkeys(unknown)))
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        before = args[: args.index("--")] if "--" in args else args
+        flags = [text.partition("=")[0] for text in before if re.match(r"--?[^-\d]", text) and " " not in text]
+        if unknown := [flag for flag in dict.fromkeys(flags) if flag not in self._option_string_actions]:
+            near = {flag: difflib.get_close_matches(flag.replace("_", "-"), known, n=1) for flag in unknown}
+            hints = {flag: f", did you mean {close[0]}?" if close else "" for flag, close in near.items()}
+            self.error("; ".join(f"unknown flag {flag}{hint}" for flag, hint in hints.items()))
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -151,24 +153,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # an analysis needs none of them
         return "not installed"
-
-
-def _flags(arguments: Sequence[str]) -> list[str]:
-    """The flags of a line as argparse takes them, without their values."""
-    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    return [text.partition("=")[0] for text in before if re.match(r"--?[^-\d]", text) and " " not in text]
-
-
-def _unknown_flag(flag: str, known: Iterable[str]) -> str:
-    """A clause that says what to write instead of a flag that is not known."""
-    name = flag.lstrip("-").lower().replace("_", "-")
-    flags = [text for text in known if text.startswith("--") and text not in ("--help", "--help-all", "--version")]
-    key = name.replace("-", "_")
-    if key in HYPERPARAMETERS and "--search-space" in flags and f"--{name}" not in flags:
-        return (
-            f"{flag} is a key of search spaces: write `{key}: [...]` into a YAML file and name it with --search-space"
-        )
-    close = [text for text in flags if text.startswith(f"--{name}")]  # -m
-    close = close or difflib.get_close_matches(f"--{name}", flags, n=1)
-    hint = f", did you mean {' or '.join(close)}?" if close else ""
-    return f"unknown flag {flag}{hint}"

@@ -1,27 +1,19 @@
-"""What a search costs: tokens and floating-point operations of every stage, seconds, wall time and GPU-hours.
+"""The cost of a search: tokens and floating-point operations of every stage, seconds, wall time and GPU-hours.
 
-    tokens   counted on the texts and questions themselves; those of the hub by a table
-    FLOPs    of a model's shapes (`Arithmetic`)
-    seconds  FLOPs over the operations per second that the device reaches (`Speed`), and what is read from files
+Tokens are counted on the texts and questions themselves (those of the hub by a table), operations follow from a model's shapes
+(`Arithmetic`), and seconds from the rate that the device reaches (`Speed`), with what is read from files. Trials and jobs are dealt
+out to the slots as the search does. A rate of one short run is extrapolated to hours, so the wall time is a range.
 
-Trials and preparation jobs are dealt out to the slots one after the other, as the search does. A rate of one short run is
-extrapolated to hours, so the wall time is a range: from what it takes on an idle machine to what it takes if the machine stays
-as busy as it was (`slowdown`). While a search runs, `progress` corrects it by what stages really took.
-
-A multiplication and an addition are two operations. Per token, with N the weights of the projections, V x H the head, Q
-the width of all query heads and T the length of a row (Kaplan et al. 2020, arXiv:2001.08361; PaLM, arXiv:2204.02311,
-appendix B):
+A multiplication and an addition are two operations. Per token, with N the weights of the projections, V x H the head, Q the width
+of all query heads and T the length of a row (Kaplan et al. 2020, arXiv:2001.08361; PaLM, arXiv:2204.02311, appendix B):
 
     forward     2 N  +  4 Q C per layer  +  2 V H where a position is scored
     backward    4 N  +  8 Q C per layer  +  2 V H      gradients of activations everywhere, of weights in projections only
 
-C = (T + 1) / 2 is the mean number of tokens that a token sees. Passes over calibration samples make no logits at a sample's
-last position; zero-shot rows leave out the last layer's output projection and MLP where no position is scored. Norms,
-rotations, softmax and biases are left out: below 1% at the sizes in use. A sliding window shorter than the rows is counted as
-if it were not there.
-
-A refit keeps K = share x n of the n inputs of each layer's last projections, o and down, and computes per projection, with P tokens
-that it is fitted to and T held out:
+C = (T + 1) / 2 is the mean number of tokens that a token sees. Passes over calibration samples make no logits at a sample's last
+position; zero-shot rows leave out the last layer's output projection and MLP where no position is scored. Norms, rotations,
+softmax, biases and sliding windows are left out. A refit keeps K = share x n of the n inputs of each layer's last projections and
+computes per projection, with P tokens that it is fitted to and T held out:
 
     2 n K P  +  2 H n T  +  2 H (n - K) K  +  K^3 / 3  +  2 H K^2      products, two errors, right sides, Cholesky, both triangles
 """
@@ -69,7 +61,7 @@ if TYPE_CHECKING:  # it imports pyarrow
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The shapes of a model that its operations follow from; all layers together."""
+    """The shapes of a model that its operations follow from, of all layers together."""
 
     layers: int
     attention_weights: int  # N, of the attention blocks
@@ -77,7 +69,7 @@ class Arithmetic:
     query_width: int  # Q, summed over layers
     head_weights: int  # V x H, also where the head is the embedding
     output_weights: int  # of the attention's output projections, which are part of the attention weights
-    input_squares: int = 0  # widths of what goes into the last projection of each block, squared, all layers together
+    input_squares: int = 0  # widths of what goes into the last projection of each block, squared
     group_squares: int = 0  # and those of what one KV group has of it
     input_widths: int = 0  # as they are
     input_cubes: int = 0
@@ -85,16 +77,18 @@ class Arithmetic:
 
     @classmethod
     def of(cls, geometry: Geometry, vocab_size: int) -> Arithmetic:
-        widths = [k * geometry.queries_per_kv * geometry.head_dim for k in geometry.kv_heads] + list(geometry.mlp_width)
+        group = geometry.queries_per_kv * geometry.head_dim
+        widths = [count * group for count in geometry.kv_heads] + list(geometry.mlp_width)
+        queries = sum(geometry.kv_heads) * group
         return cls(
             layers=geometry.num_layers,
             attention_weights=sum(k * c for k, c in zip(geometry.kv_heads, geometry.group_cost, strict=True)),
             mlp_weights=sum(m * c for m, c in zip(geometry.mlp_width, geometry.channel_cost, strict=True)),
-            query_width=sum(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim,
+            query_width=queries,
             head_weights=vocab_size * geometry.hidden_size,
-            output_weights=sum(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim * geometry.hidden_size,
+            output_weights=queries * geometry.hidden_size,
             input_squares=sum(n**2 for n in widths),
-            group_squares=sum(k * (geometry.queries_per_kv * geometry.head_dim) ** 2 for k in geometry.kv_heads),
+            group_squares=sum(k * group**2 for k in geometry.kv_heads),
             input_widths=sum(widths),
             input_cubes=sum(n**3 for n in widths),
             hidden_size=geometry.hidden_size,
@@ -105,7 +99,7 @@ class Arithmetic:
         return self.attention_weights + self.mlp_weights
 
     def pruned(self, removed_params: int) -> Arithmetic:
-        """The shapes without `removed_params` of the projections, taken evenly from attention and MLPs."""
+        """Return the shapes without `removed_params` of the projections, taken evenly from attention and MLPs."""
         kept = 1 - removed_params / self.projection_weights
         names = ("attention_weights", "mlp_weights", "query_width", "output_weights")
         return replace(self, **{name: round(getattr(self, name) * kept) for name in names})
@@ -308,7 +302,7 @@ MEASURED_VOCABULARY = 32_768  # of a larger one this much
 
 @dataclass(frozen=True)
 class SpeedRequest:
-    """Whose rate is to be measured; it can be pickled and sent to a worker."""
+    """A model whose rate is to be measured, here or by a worker."""
 
     config: PretrainedConfig
     dtype: str
@@ -326,19 +320,15 @@ class Speed:
 
 
 def measure(request: SpeedRequest) -> Speed:
-    """Measure the rate of next-token losses on this machine, with a model of random weights that has the shapes of
-    `request.config`, or as many of its layers as are small. It takes about a second.
-
-    Several threads are measured beside one alone, and what is faster counts: while other programs run, threads mostly wait
-    for each other's turn, which says nothing of a search of hours.
-    """
-    threads, load = torch.get_num_threads(), machine.load()
+    """Measure in about a second the rate of next-token losses, of a model of random weights that has the shapes of
+    `request.config`, or as many of its layers as are small."""
+    threads, load, rates = torch.get_num_threads(), machine.load(), []
     if request.device == "cuda":
         loading.set_up_gpu()
     model = _random_model(request.config, getattr(torch, request.dtype), torch.device(request.device))
     try:
-        rates = []
-        for count in sorted({1 if request.device == "cpu" else request.threads, request.threads}):
+        # On a busy machine several threads wait for each other's turn, which says nothing of a search of hours.
+        for count in {1 if request.device == "cpu" else request.threads, request.threads}:
             torch.set_num_threads(count)
             rates.append(_rate(model))
     finally:
@@ -359,12 +349,16 @@ def _rate(model: PreTrainedModel) -> Speed:
     most = max(1, default_batch_tokens(model.config, device) // ROW)
     rows = most if device == "cuda" else 1
 
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
     def seconds() -> float:
         tokens = torch.randint(model.config.vocab_size, (rows, ROW), device=model.device)
-        _wait(device)
+        wait()
         began, used = time.perf_counter(), time.process_time()
         losses(tokens)
-        _wait(device)
+        wait()
         passed, used = time.perf_counter() - began, time.process_time() - used
         # On a CPU what the process waits for others is not its own: `load` tells of them.
         return min(passed, used) if device == "cpu" else passed
@@ -376,38 +370,31 @@ def _rate(model: PreTrainedModel) -> Speed:
     return Speed(arithmetic.forward(rows * ROW, ROW, rows * (ROW - 1)) / min(times), max(times) / min(times))
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Make a model of that config's shapes, reduced until its layers fit into BUILT_BYTES, with one matrix for embedding and
     head. Where not even one layer does (7B on a CPU), it has fewer heads and channels in the same proportions."""
-    config = copy.deepcopy(config)
-    room = BUILT_BYTES[device.type]
-    while (layer_bytes := _layer_bytes(config, dtype)) > room and config.num_key_value_heads % 2 == 0:
+    config, room = copy.deepcopy(config), BUILT_BYTES[device.type]
+
+    def layer_bytes() -> int:
+        layers = decoder_layers(loading.meta_model(config), family_of(config.model_type))
+        return sum(p.numel() for p in layers[0].parameters()) * dtype.itemsize
+
+    while layer_bytes() > room and config.num_key_value_heads % 2 == 0:
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"):
             setattr(config, name, getattr(config, name) // 2)
-    config.num_hidden_layers = min(config.num_hidden_layers, max(1, room // layer_bytes))
+    config.num_hidden_layers = min(config.num_hidden_layers, max(1, room // layer_bytes()))
     for name in LAYER_LISTS:
         if (values := getattr(config, name, None)) is not None:
             setattr(config, name, values[: config.num_hidden_layers])
     config.vocab_size = min(config.vocab_size, MEASURED_VOCABULARY)
-    config.pad_token_id = None
-    config.tie_word_embeddings = True
+    config.pad_token_id, config.tie_word_embeddings = None, True
     model: PreTrainedModel = loading.meta_model(config)
     model = model.to(dtype).to_empty(device=device)  # type: ignore[arg-type]  # transformers hides torch's signature
     model.tie_weights()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.normal_(std=0.02)
     return model.eval().requires_grad_(False)
-
-
-def _layer_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    layers = decoder_layers(loading.meta_model(config), family_of(config.model_type))
-    return sum(p.numel() for p in layers[0].parameters()) * dtype.itemsize
 
 
 # Measured on a two-core machine without a GPU, but for one.
@@ -463,14 +450,17 @@ class StageCost:
     """One stage of one model, over all its runs."""
 
     stage: str
-    runs: int  # passes, or times it is done
-    tokens: int
-    flops: float
-    seconds: float  # of one worker
+    runs: int = 0  # passes, or times it is done
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0  # of one worker
 
-    def times(self, count: int) -> StageCost:
-        """The stage done so many times."""
-        return StageCost(self.stage, count * self.runs, count * self.tokens, count * self.flops, count * self.seconds)
+    def __add__(self, more: StageCost) -> StageCost:
+        sums = (self.runs + more.runs, self.tokens + more.tokens, self.flops + more.flops, self.seconds + more.seconds)
+        return StageCost(self.stage, *sums)
+
+    def __mul__(self, count: int) -> StageCost:
+        return StageCost(self.stage, self.runs * count, self.tokens * count, self.flops * count, self.seconds * count)
 
 
 @dataclass(frozen=True)
@@ -499,7 +489,7 @@ class CostEstimate:
 
     @property
     def wall_range(self) -> tuple[float, float]:
-        """Seconds that the whole takes, at least and at most."""
+        """Return the seconds that the whole takes, at least and at most."""
         return self.wall_seconds * self.slowdown[0], self.wall_seconds * self.slowdown[1]
 
     def stages(self) -> tuple[StageCost, ...]:
@@ -507,20 +497,20 @@ class CostEstimate:
         return _summed(stage for model in self.models for stage in model.stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for cost.json."""
+        """Return plain data for cost.json."""
+
+        def plain(stages: Iterable[StageCost]) -> dict[str, dict[str, Any]]:
+            return {one.stage: {name: value for name, value in vars(one).items() if name != "stage"} for one in stages}
+
         return {
-            "stages": {stage.stage: _plain(stage) for stage in self.stages()},
-            "models": {model.label: {s.stage: _plain(s) for s in model.stages} for model in self.models},
+            "stages": plain(self.stages()),
+            "models": {model.label: plain(model.stages) for model in self.models},
             "slots": self.slots,
             "wall_seconds": list(self.wall_range),
             "load": None if self.load is None else asdict(self.load),
             "gpu_hours": self.gpu_hours,
             "notes": list(self.notes),
         }
-
-
-def _plain(stage: StageCost) -> dict[str, Any]:
-    return {name: value for name, value in asdict(stage).items() if name != "stage"}
 
 
 def estimate(
@@ -545,7 +535,10 @@ def estimate(
     for model in models:
         durations += [sum(job.values()) for job in model.jobs.values()]
         durations += [sum(model.trial.values()) + TRIAL_OVERHEAD_S] * model.trials
-    wall = start_s + _dealt_out(durations, slots) if durations else 0.0
+    free = [0.0] * slots  # when each worker is done: the first of them takes the next piece
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    wall = start_s + max(free) if durations else 0.0
     work = sum(stage.seconds for model in models for stage in model.stages)
     load = max((work.speed.load for work in works), key=lambda load: load.average, default=None)
     most = max((_slowdown(work, slots, cpus, gpus) for work in works), default=1.0)
@@ -569,14 +562,6 @@ def _slowdown(work: ModelWork, slots: int, cpus: float, gpus: float) -> float:
     return SLOWER * max(speed.spread, (speed.load.average + trials * max(1, int(cpus))) / speed.load.cpus)
 
 
-def _dealt_out(durations: Iterable[float], slots: int) -> float:
-    """Return when the last of `slots` workers is done, each taking the next piece as soon as it is free."""
-    free = [0.0] * slots
-    for duration in durations:
-        heapq.heapreplace(free, free[0] + duration)
-    return max(free)
-
-
 def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     states, *dense = _evaluation(work, 0)
     jobs: dict[Samples | None, list[StageCost]] = {}
@@ -594,18 +579,17 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
         else:
             jobs[samples] = passes
     if work.trials:
-        pruning = StageCost("pruning", 1, 0, 0.0, _cutting_s(work))
-        trials += [stage.times(work.trials) for stage in (pruning, *_evaluation(work, work.removed_params))]
+        pruning = StageCost("pruning", 1, seconds=_cutting_s(work))
+        trials += [stage * work.trials for stage in (pruning, *_evaluation(work, work.removed_params))]
         trials += [_step(work, name, amounts) for name, amounts in work.recipes.items() if any(amounts)]
         if work.baseline:  # the first trial makes the dense model's hidden states
             trials.append(states)
-    everything = [*(stage for stages in jobs.values() for stage in stages), *trials]
-    usual = [StageCost(name, 0, 0, 0.0, 0.0) for name in MODEL_STAGES if name not in RECIPE_STAGES]
+    usual = [StageCost(name) for name in MODEL_STAGES if name not in RECIPE_STAGES]
     return ModelCost(
         work.label,
-        _summed([*everything, *usual]),
-        {samples: _seconds(stages) for samples, stages in jobs.items()},
-        {name: seconds / work.trials for name, seconds in _seconds(trials).items()},
+        _summed([*(stage for stages in jobs.values() for stage in stages), *trials, *usual]),
+        {samples: {stage.stage: stage.seconds for stage in _summed(stages)} for samples, stages in jobs.items()},
+        {stage.stage: stage.seconds / work.trials for stage in _summed(trials)},
         work.trials,
     )
 
@@ -614,19 +598,8 @@ def _summed(stages: Iterable[StageCost]) -> tuple[StageCost, ...]:
     """Sum up stages of one name, in the order in which they follow in a trial."""
     sums: dict[str, StageCost] = {}
     for one in stages:
-        known = sums.get(one.stage, StageCost(one.stage, 0, 0, 0.0, 0.0))
-        sums[one.stage] = StageCost(
-            one.stage,
-            known.runs + one.runs,
-            known.tokens + one.tokens,
-            known.flops + one.flops,
-            known.seconds + one.seconds,
-        )
+        sums[one.stage] = sums.get(one.stage, StageCost(one.stage)) + one
     return tuple(sums[name] for name in in_order(sums))
-
-
-def _seconds(stages: Iterable[StageCost]) -> Seconds:
-    return {stage.stage: stage.seconds for stage in _summed(stages)}
 
 
 def _cutting_s(work: ModelWork) -> float:
@@ -719,20 +692,10 @@ def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
     def read(count: int, parts: int = 1) -> float:
         return _reading_s(work, count, parts) if brought else 0.0
 
-    flops = {
-        "kl": arithmetic.all_layers(compared, window) + arithmetic.head(heads),
-        "perplexity": arithmetic.forward(tokens, window),
-        "zero_shot": arithmetic.forward(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
-    }
-    seconds = {stage: count / work.speed.flops for stage, count in flops.items()}
-    return [
-        StageCost("kl", 1, compared, flops["kl"], read(compared) + seconds["kl"]),
-        StageCost("perplexity", 1, tokens, flops["perplexity"], read(tokens) + seconds["perplexity"]),
-        StageCost(
-            "zero_shot",
-            1,
-            zero_shot.tokens,
-            flops["zero_shot"],
-            read(zero_shot.tokens, work.slices) + ZERO_SHOT[work.device] * seconds["zero_shot"],
-        ),
-    ]
+    flops = arithmetic.all_layers(compared, window) + arithmetic.head(heads)
+    kl = StageCost("kl", 1, compared, flops, read(compared) + flops / work.speed.flops)
+    flops = arithmetic.forward(tokens, window)
+    perplexity = StageCost("perplexity", 1, tokens, flops, read(tokens) + flops / work.speed.flops)
+    flops = arithmetic.forward(zero_shot.tokens, zero_shot.row_length, zero_shot.scored)
+    seconds = read(zero_shot.tokens, work.slices) + ZERO_SHOT[work.device] * (flops / work.speed.flops)
+    return [kl, perplexity, StageCost("zero_shot", 1, zero_shot.tokens, flops, seconds)]

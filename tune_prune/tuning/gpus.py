@@ -1,14 +1,11 @@
-"""The GPUs that this process sees, and those that a plan can be made for without having one.
+"""The GPUs that this process sees, those that a plan can be made for without having one, and calls in a process that ends.
 
-A function call in a Python process of its own, which has ended when the call returns.
-
-What a process takes of a GPU it keeps until it ends: a CUDA context of some hundred megabytes, and the blocks that torch holds for
-later. A search is planned in a process that lives as long as its trials, which need that memory.
+A process keeps what it has taken of a GPU, a CUDA context of some hundred megabytes at least, until it ends. A search is planned in
+a process that lives as long as its trials, which need that memory.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import re
@@ -85,8 +82,8 @@ def parse_card(text: str) -> Card:
     if not 1 <= count <= MOST_OF_A_KIND:
         raise ValueError(f"{text!r} is {count} GPUs of a machine; it can be from 1 to {MOST_OF_A_KIND} of them")
     by_letters = {_letters(card.name): card for card in CARDS}
-    if found := by_letters.get(_letters(name)):
-        return replace(found, count=count)
+    if card := by_letters.get(_letters(name)):
+        return replace(card, count=count)
     try:
         memory = parse_size(name)
     except ValueError:
@@ -99,8 +96,8 @@ def parse_card(text: str) -> Card:
 
 def _letters(name: str) -> str:
     """Reduce a name to what tells kinds apart: "NVIDIA GeForce RTX 4090" is 4090."""
-    found = re.sub(r"nvidia|geforce|rtx|tesla|[^a-z0-9]", "", name.lower())
-    return {"a100": "a10080gb", "h10080gb": "h100"}.get(found, found)
+    letters = re.sub(r"nvidia|geforce|rtx|tesla|[^a-z0-9]", "", name.lower())
+    return {"a100": "a10080gb", "h10080gb": "h100"}.get(letters, letters)
 
 
 def visible_gpus() -> list[Gpu]:
@@ -110,32 +107,29 @@ def visible_gpus() -> list[Gpu]:
 
     from tune_prune.models.runner.devices import lacks_kernels
 
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         bfloat16 = bool(torch.version.hip) or about.major >= 8
-        found.append(Gpu(about.name, Memory(total, free), bfloat16, lacks_kernels(index)))
-    return found
+        gpus.append(Gpu(about.name, Memory(total, free), bfloat16, lacks_kernels(index)))
+    return gpus
 
 
 Result = TypeVar("Result")
 
 
 def call(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return what `function(*arguments)` gives in a process of its own; function, arguments and result can be pickled. Raises what
-    it raises, and MachineError where its process dies.
-
-    Not by multiprocessing, which would run the main module of whoever calls once more.
-    """
+    """Return what `function(*arguments)` gives in a process of its own, as multiprocessing does; but the main module of whoever
+    calls is not run once more. Raises what it raises, and MachineError where its process dies."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve()"
     done = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps((function, arguments)), capture_output=True, check=False
     )
     if done.returncode:
-        told = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise MachineError(
-            f"the process that was to look at this machine ended with code {done.returncode} ({told[-1]}); see whether other "
+            f"the process that was to look at this machine ended with code {done.returncode} ({lines[-1]}); see whether other "
             "programs fill its memory, then try again"
         )
     result, error = pickle.loads(done.stdout)
@@ -145,19 +139,13 @@ def call(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def _serve() -> None:
-    """Do the call in the process of its own: it comes in on standard input, what it gives or raises goes out on standard
-    output, alone."""
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    gc.disable()  # what is imported now, torch perhaps, stays to the end: to look through it for garbage takes a second
-    function, arguments = pickle.load(sys.stdin.buffer)
-    gc.freeze()
-    gc.enable()
-    result: tuple[Any, Exception | None]
-    try:
-        result = function(*arguments), None
-    except Exception as error:  # noqa: BLE001  # raised again on the side that called
-        result = None, error
-    with answer:
+    """Do the call in the process of its own: it comes in on standard input, its result alone goes out on standard output."""
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)  # what a library prints is no answer
+        function, arguments = pickle.load(sys.stdin.buffer)
+        result: tuple[Any, Exception | None]
+        try:
+            result = function(*arguments), None
+        except Exception as error:  # noqa: BLE001  # raised again on the side that called
+            result = None, error
         pickle.dump(result, answer)
-    gc.freeze()  # at the exit, too

@@ -47,8 +47,8 @@ def run(
 def _run_one(
     work: Work, runner: StageRunner, queue: WorkQueue, rule: StoppingRule, observers: Observer
 ) -> tuple[Message | None, Exception | None]:
-    """One job or trial until it ends, is stopped or raises: its last message, and what it raised. Raises MachineError where no
-    other trial could run either."""
+    """Do one job or trial until it ends, is stopped or raises; return its last message, and the error that it raised. Raises
+    MachineError where no other trial could run either."""
     observers.on_start(work)
     runner.begin(work)
     last: Message | None = None

@@ -105,13 +105,13 @@ class MemoryPlan:
         """Bytes of the peak, where the model is computed with."""
         return self.peak(self.largest)
 
-    def peak(self, stage: StageMemory) -> int:
-        return self.process + self.weights + stage.total
-
     @property
     def away(self) -> int:
         """Bytes of hidden states that are elsewhere, at most."""
         return max(stage.away for stage in self.stages)
+
+    def peak(self, stage: StageMemory) -> int:
+        return self.process + self.weights + stage.total
 
     def fits(self, bounds: Bounds) -> bool:
         return self.total <= bounds.get("device", self.total) and self.away <= bounds.get(self.way.states, self.away)
@@ -122,14 +122,10 @@ Bounds = Mapping[Place, int]
 
 
 def on_this_machine(trials: int = 1) -> dict[Place, int]:
-    """Return the bytes that each of so many trials may take where hidden states can wait, besides the device; on CPUs that is
-    "host" too."""
-    return {
-        "host": machine.memory().available // trials,
-        "file": 0
-        if machine.in_memory(tempfile.gettempdir())
-        else shutil.disk_usage(tempfile.gettempdir()).free // trials,
-    }
+    """Return the bytes that each of so many trials may take where hidden states can wait; on CPUs "host" is the device, too."""
+    folder = tempfile.gettempdir()
+    room = 0 if machine.in_memory(folder) else shutil.disk_usage(folder).free
+    return {"host": machine.memory().available // trials, "file": room // trials}
 
 
 def choose(ways: Sequence[MemoryPlan], bounds: Bounds) -> MemoryPlan:
@@ -141,9 +137,8 @@ def choose(ways: Sequence[MemoryPlan], bounds: Bounds) -> MemoryPlan:
 def choose_within(
     ways: Sequence[MemoryPlan], bounds: Bounds, limit: int | None, what: str, folder: str = ""
 ) -> MemoryPlan:
-    """Choose one of `ways`, where `limit` bytes of the device were allowed by hand (None: as the bounds say). Raises UserError
-    where `what` needs more than that in its leanest way, or has no place for its hidden states; `folder`: what holds them in a
-    file."""
+    """Choose one of `ways`; `limit`: bytes of the device that were allowed by hand. Raises UserError where `what` needs more than
+    that, or has no place for its hidden states; `folder`: what holds them in a file."""
     if limit is not None:
         bounds = {**bounds, "device": min(limit, bounds.get("device", limit))}
     plan = choose(ways, bounds)

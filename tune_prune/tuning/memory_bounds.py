@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tune_prune.core import machine
-from tune_prune.core.machine import TooLittleMemory
+from tune_prune.core.machine import TooLittleMemory, size
 from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.tuning.gpus import Gpu
 from tune_prune.tuning.memory import Bounds, MemoryPlan, choose_within, on_this_machine
@@ -22,14 +22,6 @@ from tune_prune.tuning.resources import (
     trial_slots,
     usable_bytes,
 )
-
-
-@dataclass(frozen=True)
-class MemoryBounds:
-    """The memory that a trial may take."""
-
-    of: Bounds
-    folder: str = ""  # that of a file of hidden states; "": this machine's for temporary files
 
 
 @dataclass(frozen=True)
@@ -56,12 +48,13 @@ def bounds(
     gpu: machine.Memory | None,
     work: int,
     here: bool = True,
-) -> MemoryBounds:
+) -> tuple[Bounds, str]:
     """Find the room on the GPU with the least memory or, on CPUs, in the host's, and the room that there is where hidden states
-    can wait. `told`: the nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine
-    or, where the GPU is not `here`, one that has all the room it takes. `work`: pieces of it that can run at once."""
-    room: dict[Place, int] = {}
-    folder = ""
+    can wait, with the name of the folder of a file of them ("": this machine's for temporary files).
+
+    `told`: the nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine or, where the
+    GPU is not `here`, one that has all the room it takes. `work`: pieces of it that can run at once."""
+    room, folder = dict[Place, int](), ""
     if gpu is not None:
         room["device"] = usable_bytes(gpu) // sharing_trials(share or 1.0)
     # Without a share of those that would have a GPU of their own.
@@ -74,13 +67,13 @@ def bounds(
         folder = f"the folder for temporary files of node {name}"
     if "host" in room:
         room.setdefault("device", room["host"])
-    return MemoryBounds(room, folder)
+    return room, folder
 
 
-def choose(settings: SearchSettings, model: ModelPlan, within: MemoryBounds) -> MemoryPlan:
+def choose(settings: SearchSettings, model: ModelPlan, within: tuple[Bounds, str]) -> MemoryPlan:
     """Choose how trials of a model hold it. Raises UserError where there is no way."""
-    what = f"a trial of {model.run.label}"
-    return choose_within(model.ways, within.of, settings.memory, what, within.folder)
+    room, folder = within
+    return choose_within(model.ways, room, settings.memory, f"a trial of {model.run.label}", folder)
 
 
 def kinds_of(gpus: Sequence[Gpu]) -> dict[str, machine.Memory]:
@@ -115,35 +108,20 @@ def ways_of_kinds(
 
 def check(trial_bytes: int, at_once: int, told: Sequence[Node], resources: TrialResources) -> None:
     """Raise UserError where trials on CPUs do not fit: `at_once` on this machine or, of a cluster, those of a node there."""
+    hosts = _hosts(told, resources, at_once)
     if not told:
-        check_memory(trial_bytes, at_once, machine.memory(), machine.cpus())
-    for host in sorted(_hosts(told, resources, at_once), key=lambda host: host.memory.available // host.trials):
-        try:
-            check_memory(trial_bytes, host.trials, host.memory, host.cpus, f"node {host.name}")
-        except TooLittleMemory as error:
-            raise TooLittleMemory(error.fact, f"{error.step}; or end Ray there (`ray stop`) to do without it") from None
-
-
-def check_memory(trial_bytes: int, at_once: int, memory: machine.Memory, cpus: int, node: str = "") -> None:
-    """Raise UserError where so many trials on so many CPUs do not fit together into the memory that is free on `node`, or here."""
-    need, total, free = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, memory.total, memory.available))
-    there = f" on {node}" if node else ""
-    if trial_bytes > memory.total:
-        raise TooLittleMemory(
-            f"a trial needs about {need} of memory and {node or 'this machine'} has {total}; ",
-            "use a machine with a larger GPU or more memory, or a smaller model",
-        )
-    fits = memory.available // trial_bytes
-    if fits == 0:
-        raise TooLittleMemory(
-            f"a trial needs about {need} of memory and {free} of {total} are free{there}; ",
-            "end other programs, or wait for them",
-        )
-    if at_once > fits:
-        raise TooLittleMemory(
-            f"{at_once} trials at once need about {need} each and {free} of {total} are free{there}; ",
-            f"let at most {fits} run at once: --cpus-per-trial {math.ceil(cpus / fits)}",
-        )
+        hosts = [_Host("", machine.memory(), 0, at_once, machine.cpus())]
+    for host in sorted(hosts, key=lambda host: host.memory.available // host.trials):
+        fits = host.memory.available // trial_bytes
+        if host.trials > fits:
+            free = f"{size(host.memory.available)} of {size(host.memory.total)} of memory are free"
+            where = f" on node {host.name}" if told else ""
+            step = f"let at most {fits} run at once: --cpus-per-trial {math.ceil(host.cpus / max(1, fits))}"
+            step = step if fits else "end other programs, or use more memory or a smaller model"
+            raise TooLittleMemory(
+                f"a trial needs about {size(trial_bytes)}, {host.trials} run at once, and {free}{where}; ",
+                f"{step}; or end Ray there (`ray stop`) to do without it" if told else step,
+            )
 
 
 def _hosts(told: Sequence[Node], resources: TrialResources, work: int) -> list[_Host]:

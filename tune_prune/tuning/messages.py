@@ -1,4 +1,4 @@
-"""What is heard of the work while it is done: one message per stage of a trial, one per preparation job.
+"""Messages of work while it is done: one per stage of a trial, one per preparation job.
 
 Whoever follows a search (stopping rules, observers, live line, adaptive search) reads messages and nothing else.
 """
@@ -29,7 +29,7 @@ class TrialMessage:
 
     @property
     def slice(self) -> Slice | None:
-        """Of a zero-shot stage."""
+        """The slice of items of a zero-shot stage."""
         return None if self.stage is None else self.stage.slice
 
     @property
@@ -70,15 +70,15 @@ Message = TrialMessage | JobMessage
 @contextmanager
 def logged_warnings() -> Iterator[list[str]]:
     """Return the warnings that this package logs meanwhile, which in a worker would be read by nobody."""
-    found: list[str] = []
+    warnings: list[str] = []
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            warnings.append(record.getMessage())
 
     logger, handler = logging.getLogger("tune_prune"), Collect(logging.WARNING)
     logger.addHandler(handler)
     try:
-        yield found
+        yield warnings
     finally:
         logger.removeHandler(handler)

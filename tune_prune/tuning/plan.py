@@ -142,17 +142,17 @@ class Plan:
 
     @property
     def recorded(self) -> int:
-        """How many trials the ledger already holds as finished."""
+        """Count the trials that the ledger already holds as finished."""
         return len(self.held.finished.keys() & {spec.key for spec in self.trials})
 
     @property
     def identities(self) -> dict[str, dict[str, Any]]:
-        """What must not change when an experiment goes on, by model's label."""
+        """Return by model's label the settings that must not change when an experiment goes on."""
         return {model.run.label: model.identity() for model in self.models}
 
     @property
     def objective(self) -> str | None:
-        """What the search looks for; None: it tries all."""
+        """The measure that the search looks for; None: it tries all."""
         return self.settings.objective if self.space.search == "optuna" else None
 
     @property
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def group_sizes(self) -> list[int]:
-        """How many configurations there are in each group of a model that is compared in itself."""
+        """Count the configurations in each group of a model that is compared in itself."""
         return list(Counter(config.group("") for config in self.models[0].configs).values())
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ import torch
 from tune_prune.core import machine
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.records import TrialRecord
 from tune_prune.models.runner.devices import device_name
 from tune_prune.tuning import gpus
 from tune_prune.tuning.cost import (
@@ -50,14 +49,9 @@ def left(plan: Plan, model: ModelPlan, finished: Collection[str]) -> tuple[list[
 def at_once(plan: Plan, finished: Collection[str]) -> int:
     """Count how much of the work that is left can run at once, at most: trials and dense models. A pass that trials share adds
     nothing, as they wait for it. At least 1."""
-    measured = _measured(plan)
+    measured = plan.held.baselines
     trials = sum(left(plan, model, finished)[1] for model in plan.models)
     return max(1, trials + sum(model.run.label not in measured for model in plan.models))
-
-
-def _measured(plan: Plan) -> Mapping[str, TrialRecord]:
-    """Return the records of dense models that were measured where the plan is for, by label."""
-    return plan.held.baselines
 
 
 def cost_of(plan: Plan, finished: Collection[str], store: ArtifactStore) -> CostEstimate | None:
@@ -67,8 +61,7 @@ def cost_of(plan: Plan, finished: Collection[str], store: ArtifactStore) -> Cost
     """
     settings, device = plan.settings, plan.resources.device
     computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `devices.device_key` says it
-    measured = _measured(plan)
-    works = []
+    measured, works = plan.held.baselines, []
     for model in plan.models:
         configs = model.configs
         pending, trials = left(plan, model, finished)
@@ -124,25 +117,25 @@ def cost_of(plan: Plan, finished: Collection[str], store: ArtifactStore) -> Cost
 
 def _speed(plan: Plan, model: ModelPlan, arithmetic: Arithmetic) -> Speed | None:
     """Find the rate at which the trials of `model` will run: that of its baseline or, before it is there, one that is measured
-    now, here or by a worker of the cluster; None where no worker was free. On a GPU that is done in a process that ends, as Ray
-    ends such a worker, so that the trials find its memory free."""
+    now, here or by a worker of the cluster; None where no worker was free."""
     settings, resources = plan.settings, plan.resources
     if settings.address is None and (speed := _of_baseline(plan, model, arithmetic)):
         return speed
     threads = max(1, int(resources.cpus))
     request = SpeedRequest(model.workload.config, model.run.dtype, resources.device, threads)
     if settings.address is None:
+        # In a process that ends the trials find its GPU's memory free.
         return gpus.call(measure, request) if request.device == "cuda" else measure(request)
     from tune_prune.tuning import nodes  # imports ray: not needed to plan a search on this machine
 
-    speed = nodes.call(measure, request, resources)
-    return speed
+    measured: Speed | None = nodes.call(measure, request, resources)
+    return measured
 
 
 def _of_baseline(plan: Plan, model: ModelPlan, arithmetic: Arithmetic) -> Speed | None:
     """Take the rate that the dense model reached in its perplexity, if a device like the one planned for computed it with the
     whole model in memory."""
-    record = _measured(plan).get(model.run.label)
+    record = plan.held.baselines.get(model.run.label)
     here = plan.gpu_names[0] if plan.gpu_names else device_name(torch.device("cpu"))
     if record is None or record.device_name != here:
         return None

@@ -8,7 +8,7 @@ experiment (may it go on) -> plan_cost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -21,7 +21,6 @@ from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.ledger import Experiment
-from tune_prune.core.machine import TooLittleMemory
 from tune_prune.core.store import Location, location, open_store
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
@@ -94,19 +93,17 @@ def _with_resources(plan: Plan, nodes: Sequence[Mapping[str, float]], gpus: Sequ
     work = plan_cost.at_once(plan, plan.held.finished.keys())
     # Inline, the trial of the moment has a GPU to itself, or several.
     share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
-    by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
-    smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
-    bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
+    fullest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
+    bounds = memory_bounds.bounds(settings, nodes, told, share, fullest, work, here=card is None)
     with advising(next((model.other_step for model in plan.models if model.other_step), "")):
         models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in plan.models)
         trial_bytes = max(model.memory.total for model in models)
         waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
         most = min(
-            (bounds.of[place] // away for place, away in waiting if place in bounds.of),
+            (bounds[0][place] // away for place, away in waiting if place in bounds[0]),
             default=1 if waiting else MAX_TRIALS_PER_GPU,
         )
-        with _advice_for(card, {model.run.dtype for model in models}):
-            resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
+        resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, fullest, most)
         slots = memory_bounds.slots(settings, resources, nodes, work)
         gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
         if resources.gpus == 0:
@@ -126,45 +123,27 @@ def _with_resources(plan: Plan, nodes: Sequence[Mapping[str, float]], gpus: Sequ
 
 def _check_machine(settings: SearchSettings, card: Card | None) -> None:
     """Raise UserError where --inline comes with what only Ray can do, and --gpu with what says otherwise where trials run."""
-    asked = settings.gpus_per_trial
-    if settings.inline:
-        if settings.address is not None:
-            raise UserError("--inline runs in this process and --address on a cluster; leave one of them out")
-        if asked is not None and 0 < asked < 1:
-            raise UserError(
-                f"--gpus-per-trial is {asked:g}, but --inline runs one trial at a time, which has the whole GPU; use 1, or leave "
-                "it out"
-            )
-        if settings.trial_timeout_s is not None:
-            raise UserError(
-                "--trial-timeout ends the worker process of a trial, and with --inline there is no process but this one; leave "
-                "one of them out"
-            )
-    if card:
-        if settings.address is not None:
-            raise UserError(
-                "--gpu is for a machine that is not here, and --address for a cluster; leave one of them out"
-            )
-        if asked == 0:
-            raise UserError(
-                "--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; leave one of them out"
-            )
-        if asked and asked > card.count:
-            raise UserError(
-                f"--gpus-per-trial is {asked:g}, but --gpu is {card}; name as many, e.g. --gpu 2x4090 for two, or use fewer"
-            )
-
-
-@contextlib.contextmanager
-def _advice_for(card: Card | None, dtypes: Collection[str]) -> Iterator[None]:
-    """Say within what to do about a trial that does not fit a GPU which is not here."""
-    try:
-        yield
-    except TooLittleMemory as error:
-        if card is None:
-            raise
-        smaller = "use --dtype bfloat16, or " if card.bfloat16 and "float32" in dtypes else "or "
-        raise TooLittleMemory(error.fact, f"plan for a larger --gpu, {smaller}choose a smaller model") from None
+    asked, on_cluster = settings.gpus_per_trial, settings.address is not None
+    one_of = "leave one of them out"
+    for wrong, sentence in (
+        (settings.inline and on_cluster, f"--inline runs in this process and --address on a cluster; {one_of}"),
+        (
+            settings.inline and asked and asked < 1,
+            f"--gpus-per-trial is {asked}, but --inline runs one trial at a time, which has the whole GPU; use 1, or leave it out",
+        ),
+        (
+            settings.inline and settings.trial_timeout_s,
+            f"--trial-timeout ends the worker of a trial, and --inline has none but this process; {one_of}",
+        ),
+        (card and on_cluster, f"--gpu is for a machine that is not here, and --address for a cluster; {one_of}"),
+        (card and asked == 0, f"--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; {one_of}"),
+        (
+            card and asked and asked > card.count,
+            f"--gpus-per-trial is {asked or 0:g}, but --gpu is {card}; name as many, e.g. --gpu 2x4090 for two, or use fewer",
+        ),
+    ):
+        if wrong:
+            raise UserError(sentence)
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
@@ -252,8 +231,8 @@ def _plan_model(
     gpus = max(1, int(settings.gpus_per_trial or 1))
 
     planned = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
-    own = INLINE_BYTES[device] if settings.inline else 0
-    ways = tuple(replace(plan, process=plan.process + own) for plan in planned)
+    more = INLINE_BYTES[device] if settings.inline else 0
+    ways = tuple(replace(plan, process=plan.process + more) for plan in planned)
     return ModelPlan(
         run=run,
         geometry=geometry,
@@ -348,7 +327,7 @@ def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping
     if told:
         return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]
     count = torch.cuda.device_count()
-    found = gpus.call(visible_gpus) if count and settings.gpus_per_trial != 0 else []
-    if problem := next((gpu.problem for gpu in found if gpu.problem), None):
+    visible = gpus.call(visible_gpus) if count and settings.gpus_per_trial != 0 else []
+    if problem := next((gpu.problem for gpu in visible if gpu.problem), None):
         raise UserError(f"{problem}: {devices.NO_KERNELS_STEP} (--gpus-per-trial 0)")
-    return [{"CPU": machine.cpus(), "GPU": count}], found
+    return [{"CPU": machine.cpus(), "GPU": count}], visible

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
 
@@ -25,10 +25,8 @@ from tune_prune.tuning.work import PrepareJob, TrialSpec, Work, labels_of_groups
 TTY_REFRESH_S = 0.5
 LOG_REFRESH_S = 10.0  # without a terminal; later on
 LOG_REFRESH_SHARE = (
-    0.01  # of the time that the search has taken: a search of days writes no more lines than one of hours
+    0.01  # of the time that the search has taken, so that one of days writes no more lines than one of hours
 )
-LATE = 10  # times its forecast, after which it is said that a stage takes long
-_LATE_LEAST_S = 60.0  # less is nothing to wait for, whatever was predicted
 _PACES = 200  # stages whose paces say how far the time left is uncertain; the latest count
 
 
@@ -67,14 +65,6 @@ class TimeLeft:
         """Forget a piece that is over, whatever was left of it."""
         self._running.pop(name, None)
 
-    def of_stage(self, name: Hashable) -> float:
-        """Predict what the longest stage that is left of a running piece will take."""
-        return max((self._paced({stage: left}) for stage, left in self._running.get(name, {}).items()), default=0.0)
-
-    def of_piece(self, name: Hashable) -> float:
-        """Predict what all that is left of a running piece will take."""
-        return self._paced(self._running.get(name, {}))
-
     @property
     def measured(self) -> bool:
         return bool(self._measured)
@@ -89,18 +79,16 @@ class TimeLeft:
 
     def seconds(self, as_predicted: bool = False) -> float:
         """Predict what is left, at the paces so far or `as_predicted`."""
-        take: Callable[[Seconds], float] = (lambda work: sum(work.values())) if as_predicted else self._paced
+
+        def take(work: Seconds) -> float:
+            return sum(seconds * (1.0 if as_predicted else self._pace(stage)) for stage, seconds in work.items())
+
         running = [take(left) for left in self._running.values()]
-        waiting = [
-            count * (take(self._pieces.get(kind, {})) + TRIAL_OVERHEAD_S) for kind, count in self._waiting.items()
-        ]
+        waiting = [count * (take(self._pieces.get(of, {})) + TRIAL_OVERHEAD_S) for of, count in self._waiting.items()]
         return max((sum(running) + sum(waiting)) / self._slots, *running, 0.0)
 
-    def _paced(self, work: Seconds) -> float:
-        return sum(seconds * self._pace(stage) for stage, seconds in work.items())
-
     def _pace(self, stage: str) -> float:
-        """Measured over predicted so far, of this stage or else of all; 1 before anything is measured."""
+        """Return measured over predicted so far, of this stage or else of all; 1 before anything is measured."""
         if self._predicted.get(stage):
             return self._measured[stage] / self._predicted[stage]
         everything = sum(self._predicted.values())
@@ -113,7 +101,7 @@ def _kind(work: Work) -> Hashable:
 
 
 class Forecast:
-    """When a search will be done, and which of its work is late: told of everything that starts, reports and ends."""
+    """When a search will be done, by all that starts, reports and ends."""
 
     def __init__(
         self,
@@ -140,8 +128,6 @@ class Forecast:
         self.time = TimeLeft(pieces, waiting, slots)
         self._cost = cost
         self._clock = clock
-        self._since: dict[Work, float] = {}  # of what runs: when it began, or its last stage was done
-        self._late: set[Work] = set()
         self._scored: dict[str, int] = {}  # zero-shot items by trial
         # Whether a trial has ended: until then paces are those of the preparation, which loads and warms up.
         self.tried = False
@@ -149,14 +135,13 @@ class Forecast:
         self.changed = clock()
 
     def start(self, work: Work) -> None:
-        self._since[work] = self._clock()
         if isinstance(work, TrialSpec):
             self._scored.pop(work.key, None)
         self.time.start(work, _kind(work))
 
     def learn(self, work: Work, message: Message) -> None:
         """Take from a message what of `work` is done, and how long it took."""
-        self._since[work] = self.changed = self._clock()
+        self.changed = self._clock()
         if isinstance(message, JobMessage):
             reports = [(report.stage, report.duration_s, report.tokens) for report in message.reports]
             stages = message.baseline.stages if message.baseline is not None else []
@@ -175,25 +160,13 @@ class Forecast:
             self.time.done(work, _kind(work), report.stage, share, report.duration_s if computed else None)
 
     def end(self, work: Work) -> None:
-        self._since.pop(work, None)
         self.time.end(work)
         self.tried |= isinstance(work, TrialSpec)
         self.changed = self._clock()
 
-    def late(self) -> Iterator[tuple[Work, float, float]]:
-        """Yield work whose stage takes far longer than predicted, once each, with both seconds: it may hang."""
-        for work, since in list(self._since.items()):
-            # A job tells of all its stages at its end.
-            predicted = (self.time.of_piece if isinstance(work, PrepareJob) else self.time.of_stage)(work)
-            predicted += 0.0 if self.time.measured else self._cost.start_s
-            passed = self._clock() - since
-            if work not in self._late and predicted and passed > max(LATE * predicted, _LATE_LEAST_S):
-                self._late.add(work)
-                yield work, passed, predicted
-
     def seconds(self, ends: tuple[float, float] | None = None) -> tuple[float, float]:
-        """Predict what is left from now on, at least and at most: as the cost model says until a trial has ended, and then at the
-        paces so far, times `ends`."""
+        """Predict what is left, at least and at most: as the cost model says until a trial has ended, then at the paces so far,
+        times `ends`."""
         left = self.time.seconds(as_predicted=not self.tried) + (0.0 if self.time.measured else self._cost.start_s)
         low, high = ends or (1.0, 1.0) if self.tried else self.slowdown
         passed = self._clock() - self.changed
@@ -204,8 +177,8 @@ class LiveLine(Observer):
     """One line on the screen: `[12/45] running 2, failed 0, best accuracy .8421 blockwise-s64-n128, ETA 01:40`;
     while what trials share is being prepared, with `prepared 1/6` in front.
 
-    On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end. `total` counts
-    trials, those in `recorded` included. Without a `cost` there is no ETA.
+    On a terminal the line is rewritten; elsewhere lines follow each other. `total` counts trials, those in `recorded` included.
+    Without a `cost` there is no ETA.
     """
 
     title = "the line of progress"
@@ -214,7 +187,7 @@ class LiveLine(Observer):
         self,
         specs: Mapping[str, TrialSpec],
         total: int,
-        recorded: Iterable[TrialRecord] = (),
+        recorded: Sequence[TrialRecord] = (),
         stream: TextIO | None = None,
         cost: CostEstimate | None = None,
         jobs: Sequence[PrepareJob] = (),
@@ -235,7 +208,6 @@ class LiveLine(Observer):
         self._clock = clock
         self._failures: list[str] = []  # the class of each failed trial
         self._done = self._stopped = self._prepared = self._width = 0
-        recorded = list(recorded)
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
         self._forecast = Forecast(cost, specs, total, recorded, jobs, slots, clock) if cost is not None else None
@@ -265,7 +237,6 @@ class LiveLine(Observer):
 
     def on_tick(self, running: int) -> None:
         now = self._clock()
-        self._say_what_is_late()
         seldom = max(LOG_REFRESH_S, LOG_REFRESH_SHARE * (now - self._began))
         if now - self._shown >= (TTY_REFRESH_S if self._tty else seldom):
             self._write(self._text(running))
@@ -279,7 +250,6 @@ class LiveLine(Observer):
             if warning not in self._warned:  # another worker may have met the same
                 self._warned.add(warning)
                 self.say(f"warning: {warning}")
-        self._say_what_is_late()
         if self._forecast is not None:
             self._forecast.learn(work, message)
 
@@ -297,19 +267,10 @@ class LiveLine(Observer):
         self.say(self._text(0))
 
     def seconds_left(self) -> tuple[float, float] | None:
-        """Predict the seconds until the search is done, at least and at most; None where nothing was predicted, or nothing is
-        left."""
+        """Predict the seconds until the search is done, at least and at most; None where nothing was predicted or is left."""
         if self._forecast is None or self._done >= self._total:
             return None
         return self._forecast.seconds(self._forecast.time.spread or self._forecast.slowdown)
-
-    def _say_what_is_late(self) -> None:
-        for work, passed, predicted in self._forecast.late() if self._forecast is not None else ():
-            what = f"{work}" if isinstance(work, PrepareJob) else f"a stage of {work.run.label} {work.config.name}"
-            self.say(
-                f"warning: {what} takes {_clock_text(passed)}, and {_clock_text(predicted)} were predicted: its machine is busy, "
-                "or its worker hangs; --trial-timeout SECONDS ends one that hangs"
-            )
 
     def _count(self, key: str, status: str, metrics: Mapping[str, float], failure: str = "") -> None:
         self._done += 1
@@ -323,8 +284,7 @@ class LiveLine(Observer):
             self._draws.setdefault(self._groups[key], {}).setdefault(config, []).append(known)
 
     def _best(self) -> str:
-        """Name the most accurate configuration of each group, by the mean of its draws; of equal ones, by rule "accuracy", that of
-        lower perplexity, fewer calibration tokens, the name."""
+        """Name the most accurate configuration of each group by the mean of its draws, and as rule "accuracy" chooses of equals."""
         best = []
         for label, configs in self._draws.items():
             ranked = []

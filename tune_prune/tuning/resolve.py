@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,15 +29,13 @@ def space(settings: SearchSettings) -> SearchSpace:
     """Return the search space with the values of the flags. Raises UserError where they do not fit together."""
     loaded = search_space.load(settings.search_space)
     values, searched_by = dict(loaded.values), settings.search or loaded.search
-    _check_decisions(settings, loaded, searched_by)
-    _check_scheduler(settings)
     seeds = settings.seeds
     if settings.draws is not None:  # the run's own, and those that follow it
         seeds = tuple(range(settings.seed, settings.seed + settings.draws))
     flags: dict[str, tuple[str, tuple[Any, ...] | None]] = {
         "--pruning-ratio": ("pruning_ratio", None if settings.pruning_ratio is None else (settings.pruning_ratio,)),
         "--shape": ("shape", None if settings.shape is None else (settings.shape,)),
-        "--seeds": ("seed", seeds),
+        "--seeds" if settings.draws is None else "--draws": ("seed", seeds),
     }
     for flag, (name, asked) in flags.items():
         if asked is None:
@@ -48,31 +46,34 @@ def space(settings: SearchSettings) -> SearchSpace:
         values[name] = asked
     if settings.recover is not None:
         values["recovery"] = ("none", "lora")
-    texts = values["calibration"]
-    if settings.calibration is not None and "calibration" in loaded.given and settings.calibration not in texts:
-        raise UserError(
-            f"--calibration is {settings.calibration}, but {loaded.path} says {', '.join(texts)}; leave one of them out, or list "
-            "it there, too"
-        )
     if "shape" not in loaded.given and settings.shape is None:
         values["shape"] = (shapes.BY_SIZE,)
     values["shape"] = aligned(values["shape"], settings.align)
-    searched = replace(loaded, search=searched_by, values=values)
+    number = loaded.num_trials if searched_by == "optuna" else None
+    searched = replace(loaded, search=searched_by, values=values, num_trials=number)
     if searched.combinations > search_space.MAX_POINTS:
         raise UserError(
             f"{loaded.path} and the {len(values['seed']):,} seeds of the flags make {searched.combinations:,} combinations, and "
             f"{search_space.MAX_POINTS:,} is the most that can be planned; ask for fewer seeds"
         )
-    if searched_by == "grid" and settings.objective != "accuracy":
-        raise UserError(
-            f"--objective {settings.objective} is for --search optuna, but a grid runs all {searched.size} configurations; leave "
-            f"it out, and choose among them with analysis --rule {settings.objective}"
-        )
-    if settings.draws is None and len(values["seed"]) > 1:
-        _check_several_seeds(settings, searched)
-    searched = replace(searched, num_trials=_num_trials(settings, searched))
-    if settings.kl_filter:
-        _check_kl_filter(searched)
+    _check(settings, loaded, searched)
+    if searched_by == "optuna":
+        most = searched.largest_group
+        number = settings.num_trials or searched.num_trials or min(20, most)
+        if number > most:
+            each = " with one recovery" if len(values["recovery"]) > 1 else ""
+            raise UserError(
+                f"--num-trials is {number}, but search space {searched.name} has only {most} configurations{each}; ask for at most "
+                f"{most}, or leave it out and use --search grid"
+            )
+        searched = replace(searched, num_trials=number)
+    if settings.kl_filter:  # of the first draw only
+        first = replace(searched, values=values | {"seed": values["seed"][:1]})
+        if (most := min(first.largest_group, searched.num_trials or sys.maxsize)) <= FEWEST:
+            raise UserError(
+                f"--kl-filter compares a trial with at least {FEWEST} before it, but space {searched.name} has {most} trials "
+                "of a model at a pruning ratio; leave it out"
+            )
     return searched
 
 
@@ -91,91 +92,61 @@ def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(numbered.get(shape, shape) for shape in names))
 
 
-def _refuse(wrong: bool, sentence: str) -> None:
-    if wrong:
-        raise UserError(sentence)
-
-
-def _check_decisions(settings: SearchSettings, loaded: SearchSpace, searched_by: str) -> None:
-    """Raise UserError for --draws and --recover where they do not fit the search space or other flags."""
-    draws, recovery = f"--draws {settings.draws}", loaded.values["recovery"]
-    if settings.draws is not None:
-        last = settings.seed + settings.draws - 1
-        named = f"{draws} takes the seeds that follow --seed, but --seeds names others; leave one of them out"
-        _refuse(settings.seeds is not None, named)
-        given = f"repeats only promising configurations, but {loaded.path} sets `seed` for all of them"
-        _refuse("seed" in loaded.given, f"{draws} {given}; leave one of the two out")
-        grid = "is for a grid, as it runs every configuration once before it repeats any"
-        _refuse(searched_by == "optuna", f"{draws} {grid}; leave it out, or use --search grid")
-        large = f"needs seeds up to {last}, above the largest; use a smaller --seed"
-        _refuse(not HYPERPARAMETERS["seed"].kind.holds(last), f"{draws} {large}")
-    elif settings.draws_by != "accuracy":
-        what = "says which configurations --draws repeats; add --draws 3, or leave it out"
-        raise UserError(f"--draws-by {settings.draws_by} {what}")
-    if settings.recover is not None:
-        recover, grid = f"--recover {settings.recover}", "is for a grid, as it trains the best once all are tested"
-        _refuse(searched_by == "optuna", f"{recover} {grid}; leave it out, or use --search grid")
-        says = f"trains the best of the untrained configurations, but {loaded.path} says `recovery: {recovery[0]}`"
-        step = "write `recovery: [none, lora]` there, or leave one of them out"
-        _refuse("recovery" in loaded.given and len(recovery) == 1, f"{recover} {says}; {step}")
-
-
-def _check_scheduler(settings: SearchSettings) -> None:
-    """Raise UserError for a scheduler beside a flag that looks for another best than the one that it is to keep."""
+def _check(settings: SearchSettings, loaded: SearchSpace, searched: SearchSpace) -> None:
+    """Raise UserError for settings that do not go with the search space, or with each other."""
+    draws, recover = settings.draws, settings.recover
+    texts, recovery = loaded.values["calibration"], loaded.values["recovery"]
+    grid, seeds = searched.search == "grid", searched.values["seed"]
+    several = draws is None and len(seeds) > 1
+    scheduler = "" if settings.scheduler == "none" else f"--scheduler {settings.scheduler}"
+    early = scheduler or "--kl-filter" * settings.kl_filter
     keeps = "gold_logprob" if settings.scheduler == "race-gold" else "accuracy"
-    for flag, looks_for in (("--objective", settings.objective), ("--draws-by", settings.draws_by)):
-        if settings.scheduler != "none" and looks_for not in (keeps, "accuracy"):
-            instead = {"gold_logprob": ", or use --scheduler race-gold", "kl": ", or use --kl-filter in place of it"}
-            raise UserError(
-                f"--scheduler {settings.scheduler} stops trials by {keeps}, which may stop the best by {looks_for} "
-                f"({flag} {looks_for}); leave one of them out{instead.get(looks_for, '')}"
-            )
-
-
-def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> None:
-    """Raise UserError for Optuna, to which a seed would be one more hyperparameter, and for what stops trials early: single draws,
-    where a mean over draws needs all of them."""
-    seeds = searched.values["seed"]
-    listed, count = ", ".join(map(str, seeds)), len(seeds)
-    grid = f"{count} seeds ({listed}) are for a grid, which runs every configuration with each of them"
-    _refuse(searched.search == "optuna", f"{grid}; name one seed, or use --search grid")
-    flag = "--kl-filter" if settings.scheduler == "none" else f"--scheduler {settings.scheduler}"
-    single = f"{flag} stops single trials, but here a configuration is the mean of {count} of them (seeds {listed})"
-    step = f"leave one of the two out, or give --draws {count} in place of the seeds"
-    _refuse(settings.scheduler != "none" or settings.kl_filter, f"{single}; {step}")
-
-
-def _check_kl_filter(searched: SearchSpace) -> None:
-    """Raise UserError where no trial has so many before it that it could be stopped."""
-    # It looks at the first draw only.
-    first = replace(searched, values=searched.values | {"seed": searched.values["seed"][:1]})
-    most = min(first.largest_group, searched.num_trials or math.inf)
-    if most <= FEWEST:
-        raise UserError(
-            f"--kl-filter compares a trial with at least {FEWEST} before it, but search space {searched.name} has {most} trials of "
-            "a model at a pruning ratio; leave it out"
-        )
-
-
-def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:
-    """Return how many configurations optuna tries of each model at each pruning ratio with each recovery; None for a grid."""
-    asked = settings.num_trials
-    if searched.search == "grid":
-        if asked is not None:
-            raise UserError(
-                f"--num-trials {asked} is for --search optuna, but a grid runs all {searched.size} configurations; leave it out or "
-                "use --search optuna"
-            )
-        return None
-    size = searched.largest_group
-    num_trials = asked or searched.num_trials or min(20, size)
-    if num_trials > size:
-        each = " with one recovery" if len(searched.values["recovery"]) > 1 else ""
-        raise UserError(
-            f"--num-trials is {num_trials}, but search space {searched.name} has only {size} configurations{each}; ask for at most "
-            f"{size}, or leave it out and use --search grid"
-        )
-    return num_trials
+    best_by = settings.draws_by if settings.objective == "accuracy" else settings.objective
+    listed, to_grid = ", ".join(map(str, seeds)), "leave it out, or use --search grid"
+    for wrong, sentence in (
+        (draws and settings.seeds, f"--draws {draws} follows --seed, but --seeds names others; leave one of them out"),
+        (draws and not grid, f"--draws {draws} is for a grid; {to_grid}"),
+        (recover and not grid, f"--recover {recover} is for a grid; {to_grid}"),
+        (several and not grid, f"{len(seeds)} seeds ({listed}) are for a grid; name one seed, or use --search grid"),
+        (
+            draws and not HYPERPARAMETERS["seed"].kind.holds(max(seeds, key=lambda seed: seed or 0)),
+            f"--draws {draws} needs seeds that follow --seed {settings.seed}, above the largest; use a smaller --seed",
+        ),
+        (
+            not draws and settings.draws_by != "accuracy",
+            f"--draws-by {settings.draws_by} says which configurations --draws repeats; add --draws 3, or leave it out",
+        ),
+        (
+            recover and "recovery" in loaded.given and len(recovery) == 1,
+            f"--recover {recover} trains the best of the untrained configurations, but {loaded.path} says `recovery: "
+            f"{recovery[0]}`; write `recovery: [none, lora]` there, or leave one of them out",
+        ),
+        (
+            settings.calibration and "calibration" in loaded.given and settings.calibration not in texts,
+            f"--calibration is {settings.calibration}, but {loaded.path} says {', '.join(map(str, texts))}; leave one of them out, "
+            "or list it there, too",
+        ),
+        (
+            grid and settings.objective != "accuracy",
+            f"--objective {settings.objective} is for --search optuna; leave it out, and choose with analysis --rule "
+            f"{settings.objective}",
+        ),
+        (
+            grid and settings.num_trials,
+            f"--num-trials {settings.num_trials} is for --search optuna, and a grid tries all; leave it out, or use that",
+        ),
+        (
+            several and early,
+            f"{early} stops single trials, but a configuration is the mean of {len(seeds)} of them (seeds {listed}); leave one "
+            f"of the two out, or give --draws {len(seeds)} in place of the seeds",
+        ),
+        (
+            scheduler and best_by not in (keeps, "accuracy"),
+            f"{scheduler} stops trials by {keeps}, which may stop the best by {best_by}; leave one of them out",
+        ),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(sentence)
 
 
 @dataclass(frozen=True)
@@ -201,15 +172,11 @@ def dense_model(settings: SearchSettings, name: str, fast: Callable[[], bool]) -
     return DenseModel(source, run, config, loading.config_geometry(config)[1], loading.load_tokenizer(source))
 
 
-_KINDS = {"embedded": "an embedded model", "folder": "a folder model", "gguf": "a GGUF file"}
-
-
 def check_revision(revision: str | None, name: str, source: catalog.ModelSource) -> None:
     """Raise UserError for the revision of a model that has none."""
     if revision is not None and source.kind != "hub":
-        raise UserError(
-            f"--revision {revision} is for models of the hub, but {name} is {_KINDS[source.kind]}; leave it out"
-        )
+        kind = {"embedded": "an embedded model", "folder": "a folder model", "gguf": "a GGUF file"}[source.kind]
+        raise UserError(f"--revision {revision} is for models of the hub, but {name} is {kind}; leave it out")
 
 
 def searched_model(

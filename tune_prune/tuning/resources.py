@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.machine import Memory, TooLittleMemory
+from tune_prune.core.machine import Memory, TooLittleMemory, size
 from tune_prune.tuning.gpus import Gpu
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
@@ -21,7 +21,7 @@ MAX_AUTO_CPUS = 4  # a GPU trial spends its CPU time on tokenising and on feedin
 
 @dataclass(frozen=True)
 class TrialResources:
-    """What Ray reserves for one trial: each a whole number or 1/k; `gpus` may be 0."""
+    """CPUs and GPUs that Ray reserves for one trial: each a whole number or 1/k; `gpus` may be 0."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -31,7 +31,7 @@ class TrialResources:
 
     @property
     def device(self) -> str:
-        """Where a trial computes. Without a reserved GPU it is the CPU, whatever the worker happens to see."""
+        """The device of a trial: without a reserved GPU the CPU, whatever the worker happens to see."""
         return "cuda" if self.gpus > 0 else "cpu"
 
 
@@ -52,61 +52,45 @@ class Node:
 
 
 def parse_amount(text: str | float, name: str, *, allow_zero: bool) -> float | None:
-    """A number of CPUs or GPUs per trial from a flag: None for "auto", else a whole number or 1/k.
+    """Return a number of CPUs or GPUs per trial from a flag: None for "auto", else a whole number or 1/k.
 
     1/k may be written rounded to two digits (0.33 is 1/3); it is rounded down to Ray's four digits, so that k fit.
     Raises UserError for anything else, naming the nearest amounts that fill a device.
     """
     if str(text).strip().lower() == "auto":
         return None
-    bound = f"a whole number or 1/k such as 0.5 or 0.25{', or 0 for none' if allow_zero else ''}, or auto"
     try:
         amount = float(text)
     except ValueError:
-        raise UserError(f"{name} is {text!r}; it must be {bound}") from None
-    too_small = 0 < amount < 1e-4  # Ray counts in steps of 1/10,000
-    if not math.isfinite(amount) or amount < 0 or too_small or (amount == 0 and not allow_zero):
-        raise UserError(f"{name} is {text}; it must be {bound}")
+        amount = math.nan
+    if not (1e-4 <= amount < math.inf or (allow_zero and amount == 0)):  # Ray counts in steps of 1/10,000
+        zero = ", or 0 for none" if allow_zero else ""
+        raise UserError(f"{name} is {text}; it must be a whole number or 1/k such as 0.5 or 0.25{zero}, or auto")
     if amount == int(amount):
         return amount
-    if amount > 1:
-        raise UserError(f"{name} is {text}; above 1 it must be whole: use {math.floor(amount)} or {math.ceil(amount)}")
     share = max(1, round(1 / amount))
     if share > 1 and abs(amount - 1 / share) <= 0.005:
         return math.floor(1e4 / share) / 1e4
-    below, above = math.ceil(1 / amount), math.floor(1 / amount)
-    raise UserError(
-        f"{name} is {text}, which does not divide 1, so part of a device would stay idle: "
-        f"use {1 / below:.4g} ({below} trials at once) or {1 / above:.4g} ({above} at once)"
-    )
+    below, above = float(math.floor(amount)), float(math.ceil(amount))
+    if amount < 1:
+        below, above = 1 / math.ceil(1 / amount), 1 / math.floor(1 / amount)
+    raise UserError(f"{name} is {text}, by which part of a device would stay idle: use {below:.4g} or {above:.4g}")
 
 
-def fitting_trials(trial_bytes: int, gpu: Memory, largest: Memory | None = None) -> int:
-    """The most trials of `trial_bytes` each (their CUDA contexts included) whose sum stays within 90% of a GPU's memory and what of
-    it is free.
-
-    Raises UserError when not even one fits; where one fits the `largest` GPU, its advice begins with that.
-    """
+def fitting_trials(trial_bytes: int, gpu: Memory) -> int:
+    """Return the most trials of `trial_bytes` each (their CUDA contexts included) whose sum stays within 90% of a GPU's memory and
+    what of it is free. Raises UserError when not even one fits."""
     usable = usable_bytes(gpu)
     if trial_bytes > usable:
-        need, total = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, gpu.total))
-        if trial_bytes <= USABLE_GPU_MEMORY * gpu.total:
-            raise TooLittleMemory(
-                f"a trial needs about {need} of GPU memory and {gpu.available / 2**30:.1f} GiB of {total} are free on the fullest "
-                "GPU: ",
-                "end other programs on it, or choose other GPUs with CUDA_VISIBLE_DEVICES",
-            )
-        fits_another = largest is not None and trial_bytes <= usable_bytes(largest)
-        other = "leave the small one out with CUDA_VISIBLE_DEVICES, or " if fits_another else ""
         raise TooLittleMemory(
-            f"a trial needs about {need} of GPU memory but the smallest GPU has {usable / 2**30:.1f} GiB to use: ",
-            f"{other}choose a smaller model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs",
+            f"a trial needs about {size(trial_bytes)} but the fullest GPU has {size(usable)} of {size(gpu.total)} to use: ",
+            "use a larger GPU, or others by CUDA_VISIBLE_DEVICES, or choose a smaller model or --dtype bfloat16",
         )
     return usable // max(1, trial_bytes)
 
 
 def usable_bytes(gpu: Memory) -> int:
-    """What trials may take of a GPU, all together."""
+    """Return the bytes that trials may take of a GPU, all together."""
     return min(int(gpu.total * USABLE_GPU_MEMORY), gpu.available)
 
 
@@ -117,18 +101,17 @@ def plan_resources(
     trial_bytes: int | None = None,
     gpu: Memory | None = None,
     most: int = MAX_TRIALS_PER_GPU,
-    largest: Memory | None = None,
 ) -> TrialResources:
     """Fill in what was left to "auto" (None), from the nodes' Ray resources and the memory one trial needs.
 
     Without any GPU: 0 GPUs and one CPU. With GPUs: the smallest share that holds `trial_bytes` on `gpu`, the one with the
     least usable memory (a whole GPU when either is unknown), for `most` trials on it, and an even share of the node's CPUs, at
-    most 4. Raises UserError where as many trials as a share means do not fit, with advice by the `largest` GPU.
+    most 4. Raises UserError where as many trials as a share means do not fit.
     """
     gpu_nodes = [node for node in nodes if node.get("GPU", 0) > 0]
     fit = 1
     if gpu_nodes and gpus != 0 and trial_bytes and gpu:
-        fit = fitting_trials(trial_bytes, gpu, largest)
+        fit = fitting_trials(trial_bytes, gpu)
         if gpus is not None and (asked := sharing_trials(gpus)) > fit:
             raise UserError(
                 f"--gpus-per-trial is {gpus:g}, but {asked} trials of about {trial_bytes / 2**30:.1f} GiB each do not fit into the "
@@ -146,12 +129,12 @@ def plan_resources(
 
 
 def sharing_trials(gpus: float) -> int:
-    """How many trials of that share of a GPU run on one at once."""
+    """Return how many trials of that share of a GPU run on one at once."""
     return math.floor(1 / gpus + 1e-9) if 0 < gpus < 1 else 1
 
 
 def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many trials run at once on these nodes. Raises UserError when no node can run even one: Ray would wait."""
+    """Return how many trials run at once on these nodes. Raises UserError when no node can run even one: Ray would wait."""
     slots = sum(slots_on(resources, node) for node in nodes)
     if slots == 0:
         cpus, gpus = (max((node.get(name, 0) for node in nodes), default=0) for name in ("CPU", "GPU"))
@@ -163,7 +146,7 @@ def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]])
 
 
 def slots_on(resources: TrialResources, node: Mapping[str, float]) -> int:
-    """How many trials run at once on a node."""
+    """Return how many trials run at once on a node."""
     slots = math.floor(node.get("CPU", 0) / resources.cpus + 1e-9)
     if 0 < resources.gpus < 1:
         return min(slots, int(node.get("GPU", 0)) * sharing_trials(resources.gpus))
@@ -183,5 +166,5 @@ def limit_process(resources: TrialResources, gpu_free: Mapping[str, int]) -> Non
         loading.set_up_gpu()
     if 0 < resources.gpus < 1:
         total = torch.cuda.get_device_properties(0).total_memory
-        own = resources.gpus * gpu_free.get(torch.cuda.get_device_name(), total) - PROCESS_BYTES["cuda"]
-        torch.cuda.set_per_process_memory_fraction(max(0.0, own / total))
+        share = resources.gpus * gpu_free.get(torch.cuda.get_device_name(), total) - PROCESS_BYTES["cuda"]
+        torch.cuda.set_per_process_memory_fraction(max(0.0, share / total))

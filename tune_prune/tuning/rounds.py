@@ -1,4 +1,4 @@
-"""What a search runs, batch by batch: all of it at once, or with `--draws N` and `--recover N` what its records say.
+"""The batches that a search runs: all of it at once, or with `--draws N` and `--recover N` what its records say.
 
 `--draws N`: every configuration gets one draw of calibration samples. Those that may still have the best mean of N draws by the
 measure of --draws-by get more (analysis.statistics.draws.next_draws).
@@ -84,11 +84,13 @@ class Rounds:
                 decisions, keys = draws.decide(self._findings(), self.given)
                 self.given |= keys
                 self._held = experiment.write_given(self._held, plan, self.given, draws=draws.decisions)
-                _say_all("draws", decisions)
+                for decision in decisions:
+                    say(f"draws        {decision}")
         if settings.recover is not None:
             trained, keys = to_train(plan, self._findings(), self.given)
             self._held = experiment.write_given(self._held, plan, self.given | keys, recovered=trained)
-            _say_all("recovery", trained)
+            for one in trained:
+                say(f"recovery     {one}")
             yield self._batch(keys, may_stop)
 
     def _batch(self, keys: Collection[str], may_stop: bool) -> Batch:
@@ -102,14 +104,9 @@ class Rounds:
         return find(study_of_search(self._plan.experiment_dir, held.about or {}, held.baselines, self._given()))
 
 
-def _say_all(name: str, decisions: Sequence[object]) -> None:
-    for decision in decisions:
-        say(f"{name:<12} {decision}")
-
-
 @dataclass(frozen=True)
 class MoreDraws:
-    """What one decision of --draws gave to the configurations of one model."""
+    """Further draws that one decision gave to configurations of one model."""
 
     model: str  # label, with the pruning ratio where there are several
     draws: Mapping[str, int]  # configuration -> the number of the draw that it gets: 2 is its second
@@ -122,10 +119,9 @@ class MoreDraws:
     spread_nats: float | None = None  # as `spread_points`, of the other measures
 
     def __str__(self) -> str:
-        names = list(self.draws)
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         number = "/".join(map(str, sorted(set(self.draws.values()))))
-        text = f"{self.model}: run {number} for {len(names)} of {self.of} configurations ({shown}): "
+        names = ", ".join([*self.draws][:4]) + ", ..." * (len(self.draws) > 4)
+        text = f"{self.model}: run {number} for {len(self.draws)} of {self.of} configurations ({names}): "
         best = _BEST[self.by]
         if self.others is None:
             return text + f"{best} by one run, to see how far runs differ"
@@ -194,7 +190,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Trained:
-    """What --recover trains of one model."""
+    """Configurations of one model that --recover trains."""
 
     model: str  # label, with the pruning ratio where there are several
     configurations: tuple[str, ...]  # without training, the best first
@@ -203,12 +199,9 @@ class Trained:
     by: str  # the measure that chose among those
 
     def __str__(self) -> str:
-        names, count = self.configurations, len(self.configurations)
-        shown = "".join(f"\n{'':13}{name}" for name in names[:4])
-        more = f"\n{'':13}and {count - 4} more" if count > 4 else ""
-        which = "the most promising" if count == 1 else f"the {count} most promising"
+        names = "".join(f"\n{'':13}{name}" for name in self.configurations)
         by = "the likelihood of right answers" if self.by == GOLD else "accuracy"
-        return f"{self.model}: training {which} of {self.of}, by {by}{shown}{more}"
+        return f"{self.model}: training the {len(self.configurations)} most promising of {self.of}, by {by}{names}"
 
 
 def to_train(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list[Trained], set[str]]:

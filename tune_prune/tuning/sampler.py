@@ -58,7 +58,7 @@ class OptunaSearcher:
 
     @property
     def remaining(self) -> int:
-        """How many trials are still to be asked for."""
+        """Count the trials that are still to be asked for."""
         return sum(study.remaining for study in self._studies.values())
 
     def ask(self) -> TrialSpec | None:

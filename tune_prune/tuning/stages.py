@@ -89,7 +89,7 @@ class StageRunner:
 
     @property
     def _record(self) -> TrialRecord:
-        """The trial's, also where its model could not be opened."""
+        """The record of the trial, also where its model could not be opened."""
         return self._opening if self._trial is None else self._trial.record
 
     def _next_stage(self) -> StageReport | None:

@@ -2,24 +2,21 @@
 
 A trial is compared with the trials of its group alone: one model, pruning ratio, recovery and draw of calibration samples.
 
-RaceRule       `--scheduler race` and `race-gold`: paired differences on the same items say that it cannot be the best
-AshaRule       `--scheduler asha`: it is below the median of those before it
-KlFilterRule   `--kl-filter`, before any of them: its predictions have moved far more than those of the trials before it
+`--scheduler race` and `race-gold` stop a trial once paired differences on the same items say that it cannot be the best, `asha`
+one below the median of those before it, and `--kl-filter`, before any of them, one whose predictions have moved far more than those
+of the trials before it.
 
 ## The race
 
-A configuration is out of the search once paired differences on the same items say that it cannot be the best.
+Trials are measured on nested slices of every task's items, the same items in the same order for all. After each slice but the last
+(a look) a trial is compared with every other trial, each pair on all items that both have seen. Racing as such is Maron and Moore's
+(Hoeffding races, NIPS 1993); there the items bound the differences, here their spread does. What is compared is a `Measure`:
+whether an item is right, or the log-probability of its right choice.
 
-Trials are measured on nested slices of every task's items, the same items in the same order for all. After each slice
-but the last (a look) a trial is compared with every other trial, each pair on all items that both have seen. Racing as
-such is Maron and Moore's (Hoeffding races, NIPS 1993); there the items bound the differences, here their spread does.
-What is compared is a `Measure`: whether an item is right, or the log-probability of its right choice.
-
-Guarantee. With probability >= `confidence` the configuration that would come out best on ALL items is never stopped,
-however trials are ordered and however many run at a time. The probability is over the random order of the items; models
-and items are fixed. It is an approximation by the normal distribution, with a guard for small numbers below, and is held
-by simulation (tests/tuning/test_racing.py), not a bound for every conceivable
-set of scores.
+Guarantee. With probability >= `confidence` the configuration that would come out best on ALL items is never stopped, however trials
+are ordered and however many run at a time. The probability is over the random order of the items; models and items are fixed. It is
+an approximation by the normal distribution, with a guard for small numbers below, and is held by simulation
+(tests/tuning/test_racing.py), not a bound for every conceivable set of scores.
 
 The rule. k tasks; n_t of a task's N_t items have been seen; d_i is rival minus trial on item i: of accuracies -1, 0 or 1.
 
@@ -29,24 +26,21 @@ The rule. k tasks; n_t of a task's N_t items have been seen; d_i is rival minus 
     L                                           what one item can differ by: 1 of accuracies
     stop when D > z * sqrt(V + M * L * D),      z = Phi^-1(1 - (1 - confidence) / (rivals * looks))
 
-V is the variance of D when neither is better: d_i^2 and not (d_i - mean)^2 counts, as in McNemar's test (Psychometrika
-1947), and 1 - n_t/N_t is the finite-population correction, since only the items of the protocol are to be predicted
-(Cochran, Sampling Techniques, 1977, chapters 2 and 5). z is Bonferroni's over all rivals of the search and all looks, so
-that comparisons need no order.
+V is the variance of D when neither is better: d_i^2 and not (d_i - mean)^2 counts, as in McNemar's test (Psychometrika 1947), and
+1 - n_t/N_t is the finite-population correction, since only the items of the protocol are to be predicted (Cochran, Sampling
+Techniques, 1977, chapters 2 and 5). z is Bonferroni's over all rivals of the search and all looks, so that comparisons need no
+order.
 
-The guard M * L * D, first for accuracies, where L is 1. V counts the items that were seen to differ. A small task in which
-no pair has differed yet would count as certain, though the trial may win it on items still to come. If the trial is in truth
-no worse than its rival, such unseen wins make up for D; fewest items do when each weighs M, and then they are D / M items
-that add M^2 each to the variance: M * D. This is Wilson's score interval (JASA 1927) for a Poisson count: the variance is
-taken at the hypothesis and not at the sample. It also makes D > z^2 * M necessary: about a dozen items must differ before
-anything is stopped, and rounding errors cannot.
+The guard M * L * D, first for accuracies, where L is 1. V counts the items that were seen to differ. A small task in which no pair
+has differed yet would count as certain, though the trial may win it on items still to come. If the trial is in truth no worse than
+its rival, such unseen wins make up for D; fewest items do when each weighs M, and then they are D / M items that add M^2 each to
+the variance: M * D. This is Wilson's score interval (JASA 1927) for a Poisson count: the variance is taken at the hypothesis and
+not at the sample. It also makes D > z^2 * M necessary: about a dozen items must differ before anything is stopped.
 
-Log-probabilities have no bound, heavy tails and skewed differences: a model may be a little ahead on most items and far
-behind on a few. L is the largest win of the trial on an item that both have seen, or three root mean squares of d_i where
-that is more. Squares about 0 and not about their mean, and no quantile of Student's t: where d_i is skewed a small sample
-without the large losses of the rival has a small variance as well (simulations of both: docs/studies/methods.md). What no
-sample can show the rule does not see: a rival that loses 30 nats on one item in a hundred and is a little ahead on the
-others is taken for what it is on those until such an item comes.
+Log-probabilities have no bound, heavy tails and skewed differences: a model may be a little ahead on most items and far behind on a
+few. L is the largest win of the trial on an item that both have seen, or three root mean squares of d_i where that is more: a small
+sample without the large losses of the rival has a small variance as well (simulations: docs/studies/methods.md). What no sample can
+show the rule does not see: a rival that loses 30 nats on one item in a hundred is taken for what it is until such an item comes.
 
 A trial with a score that is not finite sits out from there on: no rival stops it, and it stops none.
 """
@@ -81,8 +75,6 @@ if TYPE_CHECKING:
 FACTOR = 1.5  # of the median, above which a KL is too large
 FEWEST = 5  # trials before: the median of fewer says little
 KLS = MEASURES["kl"][1]  # kl_text, kl_tasks
-REDUCTION_FACTOR = 2  # of ASHA: the better half goes on, so the limit is the median
-SMALLEST_LEVEL = 0.25  # of ASHA, of the items
 TYPICAL = 3.0  # root mean squares: what a log-probability may differ by where nothing larger was seen
 
 ItemValues = str | Sequence[float]  # of one task's items, as messages have them
@@ -155,11 +147,8 @@ class Measure:
         return "".join("1" if score else "0" for (score,) in rows)
 
     def numbers(self, values: ItemValues) -> np.ndarray:
-        """Return the scores [items]. Raises ValueError for an outcome that is neither 0 nor 1."""
-        scores = np.frombuffer(str(values).encode(), dtype=np.uint8) - ord("0")
-        if scores.size and scores.max() > 1:
-            raise ValueError("an outcome is neither 0 nor 1")
-        return scores.astype(bool)
+        """Return the scores [items]."""
+        return np.frombuffer(str(values).encode(), dtype=np.uint8) == ord("1")
 
     def largest_is_at_least(self, difference: float) -> float:
         """Return a bound below what `spread` gives for two trials whose means differ by that: whether to compute it at all."""
@@ -172,18 +161,14 @@ class Measure:
         return rival != trial, 1.0
 
     def text(self, difference: float, standard_error: float) -> str:
-        """Put a difference of means in words."""
         return f"{100 * difference:.1f} ± {100 * standard_error:.1f} points"
 
 
 class GoldLogprob(Measure):
-    """The log-probability of the right choice in nats, as gold_logprob_<task> averages it. Items without a single right choice
-    have none.
-
-    Nothing bounds it, so what an item not seen yet can differ by is taken from those that were: as much as the trial has
-    won any item by, and at least TYPICAL root mean squares (the mean square of the tasks, averaged), as few items seen may
-    hold no large win. Real differences have their largest at 3 to 4 of them.
-    """
+    """The log-probability of the right choice in nats, as gold_logprob_<task> averages it; items without a single right choice
+    have none. What an item not seen yet can differ by is as much as the trial has won any item by, and at least TYPICAL root mean
+    squares (the mean square of the tasks, averaged), as few items may hold no large win: real differences have their largest at 3
+    to 4."""
 
     columns = ("gold", "loglikelihoods")
 
@@ -241,11 +226,9 @@ class Race:
         confidence: float = 0.95,
         measure: Measure = ACCURACY,
     ) -> None:
-        self._num_configs = num_configs
         self._looks = num_slices - 1
         self._measure = measure
-        self._tasks = tuple(task_sizes)
-        self._sizes = np.array([task_sizes[task] for task in self._tasks])  # [k]
+        self._sizes = dict(task_sizes)  # [k]
         comparisons = max(1, num_configs - 1) * max(1, self._looks)
         self.limit = NormalDist().inv_cdf(1 - (1 - confidence) / comparisons)
         self._slices: list[_Slice] = []
@@ -256,43 +239,23 @@ class Race:
         """Take the items that a slice adds to a trial: task -> "0" or "1" per item, or nats, in the order that is the same for all.
 
         Returns a verdict if the trial should stop, else None. Slice 0 of a trial that is known starts it over (it crashed
-        and was tried again). Raises ValueError for slices out of order, for items that are not those of the other trials,
-        and for more trials than configurations.
+        and was tried again).
         """
-        scores, counts = self._read(outcomes)
+        added = [self._measure.numbers(outcomes.get(task, "")) for task in self._sizes]
         if slice_index == 0:
             self._scores[key], self._means[key] = self._measure.numbers(""), []
-        reached = len(self._means.get(key, ()))
-        if slice_index != reached or reached > self._looks:
-            raise ValueError(
-                f"trial {key} reports slice {slice_index}; {reached} of {self._looks + 1} slices are known"
-            )
-        if len(self._scores) > self._num_configs:
-            raise ValueError(f"trial {key} is one more than the {self._num_configs} configurations of the race")
         if slice_index == len(self._slices):
-            self._slices.append(_Slice.after(self._slices, counts, self._sizes))
-        if not np.array_equal(counts, self._slices[slice_index].added):
-            added = dict(zip(self._tasks, self._slices[slice_index].added.tolist(), strict=True))
-            raise ValueError(
-                f"trial {key} has other items in slice {slice_index} than the trials before it: "
-                f"{dict(zip(self._tasks, counts.tolist(), strict=True))} instead of {added}"
-            )
-        self._scores[key] = np.concatenate([self._scores[key], scores])
-        finite = np.isfinite(self._scores[key]).all()
-        self._means[key].append(float(self._scores[key] @ self._slices[slice_index].weights) if finite else math.nan)
+            counts = np.array([len(of_task) for of_task in added])
+            self._slices.append(_Slice.after(self._slices, counts, np.array([*self._sizes.values()])))
+        self._scores[key] = scores = np.concatenate([self._scores[key], *added])
+        finite = np.isfinite(scores).all()
+        self._means[key].append(float(scores @ self._slices[slice_index].weights) if finite else math.nan)
         return self._verdict(key) if slice_index < self._looks and finite else None
 
     def forget(self, key: str) -> None:
         """Compare nothing with this trial any more."""
         self._scores.pop(key, None)
         self._means.pop(key, None)
-
-    def _read(self, outcomes: Mapping[str, ItemValues]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scores [items], task by task, and how many items each task has [k]."""
-        if not outcomes.keys() <= set(self._tasks):
-            raise ValueError(f"items of {sorted(outcomes.keys() - set(self._tasks))}, which are no tasks of the race")
-        scores = [self._measure.numbers(outcomes.get(task, "")) for task in self._tasks]
-        return np.concatenate(scores), np.array([len(of_task) for of_task in scores])
 
     def _verdict(self, key: str) -> Verdict | None:
         mine, worst = self._means[key], None
@@ -305,10 +268,10 @@ class Race:
             least = self._measure.largest_is_at_least(difference)
             if not difference > self.limit**2 * common.heaviest * least:  # whatever V is; most pairs end here
                 continue
-            theirs, own = (self._scores[one][: common.items] for one in (rival, key))
-            squares, largest = self._measure.spread(theirs, own, common.weights)
+            theirs, its_own = (self._scores[one][: len(common.weights)] for one in (rival, key))
+            squares, largest = self._measure.spread(theirs, its_own, common.weights)
             variance = float(squares @ common.variances) + common.heaviest * largest * difference
-            verdict = Verdict(rival, difference, math.sqrt(variance), self.limit, common.items)
+            verdict = Verdict(rival, difference, math.sqrt(variance), self.limit, len(common.weights))
             if difference > self.limit * verdict.standard_error and (worst is None or _ratio(verdict) > _ratio(worst)):
                 worst = verdict
         return worst
@@ -320,7 +283,7 @@ def _ratio(verdict: Verdict) -> float:
 
 @dataclass(frozen=True)
 class _Slice:
-    """What D, V and M need of the items seen after a slice; arrays [items] are in the order of Race._scores."""
+    """The parts of D, V and M, of the items seen after a slice; arrays [items] are in the order of Race._scores."""
 
     added: np.ndarray  # [k] items that it adds
     seen: np.ndarray  # [k] items after it: n_t
@@ -328,15 +291,9 @@ class _Slice:
     variances: np.ndarray  # [items] (1 - n_t/N_t) / (n_t k)^2
     heaviest: float  # M; infinite where a task has no item yet, of which nothing can be said
 
-    @property
-    def items(self) -> int:
-        return len(self.weights)
-
     @classmethod
     def after(cls, before: Sequence[_Slice], added: np.ndarray, sizes: np.ndarray) -> _Slice:
         seen = added + (before[-1].seen if before else 0)
-        if (seen > sizes).any():
-            raise ValueError(f"more items were seen of tasks than they have: {seen.tolist()} of {sizes.tolist()}")
         with np.errstate(divide="ignore"):
             weight, left = 1 / (seen * len(sizes)), 1 - seen / sizes
         task_of_item = np.concatenate(
@@ -346,13 +303,10 @@ class _Slice:
 
 
 class RaceRule(StoppingRule):
-    """Stops a trial whose verdict is in: one race for each group. Trials that an earlier start completed go on eligible; those that
-    it stopped have left no items and do not.
+    """Stops a trial whose verdict is in: one race for each group, with the trials that an earlier start completed.
 
-    `specs`: every configuration that the search may visit, by key. `known`: the scores of complete trials of earlier
-    starts, by key: one dict task -> items' scores for each slice, as `read_outcomes` gives them by the same `measure`.
-    `confidence` holds for all configurations of one model at one pruning ratio on one draw together. Where no item has a
-    score nothing is stopped.
+    `specs`: every configuration that the search may visit, by key. `known`: the scores of complete trials of earlier starts, by
+    key, as `read_outcomes` gives them by the same `measure`. Where no item has a score nothing is stopped.
     """
 
     def __init__(
@@ -433,7 +387,7 @@ def read_outcomes(path: Location, num_slices: int, measure: Measure = ACCURACY) 
 
 
 REDUCTION_FACTOR = 2  # the better half goes on: the limit is the median
-SMALLEST_LEVEL = 0.25  # of the items; see above
+SMALLEST_LEVEL = 0.25  # of the items
 
 
 class AshaRule(StoppingRule):
@@ -442,8 +396,8 @@ class AshaRule(StoppingRule):
 
     The levels are the first slice with a quarter of the zero-shot items and its doublings. Finer slices before it are no levels:
     ASHA stops about half of the trials at its first level, whether the items can tell them apart or not. From a sixteenth of the
-    items it spent 27% of the tokens instead of 50% on 200 simulated grids, but stopped the
-    best configuration in 2.5% of them. A search that is started again compares with the trials of that start only.
+    items it stopped the best configuration in 2.5% of 200 simulated grids. A search that is started again compares with the trials
+    of that start only.
     """
 
     def __init__(self, specs: Mapping[str, TrialSpec]) -> None:
@@ -458,18 +412,13 @@ class AshaRule(StoppingRule):
         if message.slice is None or message.stage is None or accuracy is None:
             return False
         level = max((level for level in self._levels[key] if level <= message.slice.fraction), default=None)
-        if level is None:
-            return False
-        others = self._reached[self._groups[key], level]
-        if key in others:
-            return False  # its second attempt, or a slice between two levels
+        if level is None or key in (others := self._reached[self._groups[key], level]):
+            return False  # no level yet; or its second attempt, or a slice between two levels
         weak = bool(others) and comparable(accuracy) < comparable(median(others.values()))
         others[key] = accuracy
         if weak:
-            self.reasons[key] = (
-                f"stopped by the scheduler at acc_mean {accuracy:.4f} after {message.stage.items_scored} of "
-                f"{message.stage.items_total} questions"
-            )
+            questions = f"{message.stage.items_scored} of {message.stage.items_total} questions"
+            self.reasons[key] = f"stopped by the scheduler at acc_mean {accuracy:.4f} after {questions}"
         return weak
 
     def forget(self, key: str) -> None:
@@ -489,15 +438,13 @@ class KlFilterRule(StoppingRule):
     """Stops a trial after its KL, or leaves it to the rule `then`. `specs`: every configuration that the search may visit, by key;
     `known`: the records of trials that earlier starts completed or stopped, which are earlier trials.
 
-    Every trial measures KL(dense || pruned) on text and on questions first, which costs little beside its zero-shot items: the
-    lowest rung of a search by growing fidelities, as ASHA's are. A trial is stopped there if
+    KL(dense || pruned) on text and on questions costs little beside zero-shot items. A trial is stopped after it if
 
         kl_text > FACTOR * median(kl_text of the trials before it)   and   kl_tasks > FACTOR * median(kl_tasks of the same)
 
     over at least FEWEST trials of its group. Both have to be far off, as a method may move the text alone. The KLs of stopped
     trials count as well, else the median would fall with every one that is stopped. KL tells bad configurations from good ones, not
-    good ones from each other: no guarantee comes with it (docs/studies/methods.md says what it would have done to
-    finished searches).
+    good ones from each other: no guarantee comes with it (docs/studies/methods.md).
     """
 
     def __init__(
@@ -535,13 +482,9 @@ class KlFilterRule(StoppingRule):
                 continue
             finite = math.isfinite(value)
             if len(before) >= FEWEST and (not finite or value > FACTOR * median(before)):
-                middle = f"{median(before):.4g}"
-                above = (
-                    f"above {FACTOR:g} times {middle}, the median"
-                    if finite
-                    else f"not finite, and {middle} is the median"
-                )
-                too_large.append(f"{name} {value:.4g} is {above} of {len(before)} earlier trials")
+                above = f"above {FACTOR:g} times" if finite else "not finite, beside"
+                middle = f"{median(before):.4g}, the median of {len(before)} earlier trials"
+                too_large.append(f"{name} {value:.4g} is {above} {middle}")
             if finite:
                 insort(before, value)
         return too_large

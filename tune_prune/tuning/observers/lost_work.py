@@ -1,4 +1,4 @@
-"""What attempts that were killed had done: beside the stages that they have noted themselves, the seconds of the unfinished one."""
+"""Notes of killed attempts: beside the stages that they have noted themselves, the seconds of the unfinished one."""
 
 from __future__ import annotations
 
@@ -50,16 +50,9 @@ class LostWork(Observer):
         self._note(work)
 
     def note_all(self) -> None:
-        """Note all attempts that run, as they are killed with this process or with its Ray. Raises the first of what could
-        not be noted."""
-        first: Exception | None = None
+        """Note all attempts that run, as they are killed with this process or with its Ray."""
         for work in list(self._running):
-            try:
-                self._note(work)
-            except Exception as error:  # noqa: BLE001  # raised once all are tried
-                first = first or error
-        if first is not None:
-            raise first
+            self._note(work)
 
     def _note(self, work: Work) -> None:
         if (lost := self._running.pop(work, None)) is not None:
@@ -72,9 +65,9 @@ class LostWork(Observer):
             return 0.0
         if work.samples is None:
             settings = self._settings
-            own = [attempt for attempt in settings.ledger.attempts([]) if attempt.search_id == settings.search_id]
+            attempts = [attempt for attempt in settings.ledger.attempts([]) if attempt.search_id == settings.search_id]
             return sum(
-                stage.duration_s for attempt in own if attempt.model == work.run.label for stage in attempt.stages
+                stage.duration_s for attempt in attempts if attempt.model == work.run.label for stage in attempt.stages
             )
         made = [entry for entry in read_passes(self._settings.store) if entry["model"] == work.run.label]
         samples = asdict(work.samples).items()

@@ -1,4 +1,4 @@
-"""What follows a search while it runs; the same observers follow one on Ray and one in this process.
+"""Followers of a search while it runs; the same observers follow one on Ray and one in this process.
 
 The driver tells `Observers`, which tells everybody. What keeps results (records, baselines) is an `Observer` of the messages
 themselves. What shows a search to others (the JSON log, status.json, TensorBoard, trackers) is a `Reader` of one stream of events,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import threading
@@ -25,8 +26,7 @@ class StatusObserver(Reader):
     """Writes the file from a thread of its own, whole or not at all; entered before the first piece of work, left after the last.
 
     `total` counts trials, of which `done` were finished before this start; `seconds_left` tells how long the rest takes. The search
-    may go on with other trials after these, and says itself when it has ended (`ended`). What goes wrong in the thread is raised in
-    the search's, at its next tick.
+    may go on with other trials after these, and says itself when it has ended (`ended`).
     """
 
     title = "status.json"
@@ -56,36 +56,29 @@ class StatusObserver(Reader):
         self._running: dict[Work, dict[str, Any]] = {}
         self._said: Mapping[str, Any] = {}  # replaced as a whole, by the search's thread only
         self._thread: threading.Thread | None = None
-        self._ended: threading.Event | None = None
-        self._error: Exception | None = None
 
     def __enter__(self) -> StatusObserver:
+        self._ended = threading.Event()
         self._say("running")
         self._try_to_write()
-        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beats, name="status", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._ended is not None and self._thread is not None
+        assert self._thread is not None
         self._ended.set()
         self._thread.join()
         if kind is not None:  # else the search says how it has ended
-            self._end("stopped")
-            self._try_to_write()  # an error here must not stand before what ends the search
+            self._running.clear()
+            self._say("stopped")
+            self._try_to_write()
 
     def read(self, event: Event) -> None:
         fields = event.fields
         if event.name.endswith("_start"):
-            what = {"key": fields.get("key"), "config": fields.get("name") or fields["job"]}
-            self._running[event.work] = {
-                "model": fields["model"],
-                **what,
-                "since": now(),
-                "after_stage": "",
-                "host": "",
-            }
+            piece = {"model": fields["model"], "key": fields.get("key"), "config": fields.get("name") or fields["job"]}
+            self._running[event.work] = piece | {"since": now(), "after_stage": "", "host": ""}
         elif event.name == "stage" and event.work in self._running:
             self._running[event.work] |= {"after_stage": fields["stage"], "host": fields["host"]}
         elif event.name.endswith("_end"):
@@ -95,40 +88,29 @@ class StatusObserver(Reader):
                 self._failed += fields["status"] == "failed"
         self._say("running")
 
-    def on_tick(self, running: int) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
     def on_finish(self) -> None:
-        self._end("running")
+        self._running.clear()
+        self._say("running")
         self._write()
 
-    def _end(self, state: str) -> None:
-        self._running.clear()
-        self._say(state)
-
     def _say(self, state: str) -> None:
-        left = self._seconds_left() if state == "running" else None
         self._said = {
             "state": state,
             "done": self._done,
             "failed": self._failed,
             "running": [dict(piece) for piece in self._running.values()],
-            "eta_seconds": left,
+            "eta_seconds": self._seconds_left() if state == "running" else None,
             "eta_at": now(),
         }
 
     def _beats(self) -> None:
-        assert self._ended is not None
         while not self._ended.wait(self._beat_s):
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        try:
+        # What cannot be written now is written at the next beat; that the last cannot be is said by `on_finish`.
+        with contextlib.suppress(Exception):
             self._write()
-        except Exception as error:  # noqa: BLE001  # raised by `on_tick`, where failures of observers are dealt with
-            self._error = error
 
     def _write(self) -> None:
         self._settings.store.put(STATUS, to_json({**self._about, **self._said, "updated_at": now()}))

@@ -35,10 +35,9 @@ class TensorBoardObserver(Reader):
     def __init__(self, folder: Location, labels: Mapping[str, str]) -> None:
         self._store = open_store(folder)
         self._temporary: Path | None = None
-        if isinstance(folder, Path):
-            self._folder = folder
-        else:
-            self._folder = self._temporary = temporary.make()
+        if not isinstance(folder, Path):
+            self._temporary = folder = temporary.make()
+        self._folder = folder
         self._labels = labels
         self._files: dict[str, _EventFile] = {}
 
@@ -66,17 +65,11 @@ class TensorBoardObserver(Reader):
         self._put(work)
 
     def on_finish(self) -> None:
-        first: Exception | None = None
         for file in self._files.values():
-            try:
-                file.close()
-            except Exception as error:  # noqa: BLE001  # raised once all are closed
-                first = first or error
+            file.close()
         self._files.clear()
         if self._temporary is not None:
             temporary.remove(self._temporary)
-        if first is not None:
-            raise first
 
     def _file(self, spec: TrialSpec) -> _EventFile:
         if spec.key not in self._files:
@@ -110,6 +103,7 @@ class _EventFile:
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
         self._file = (folder / name).open("wb")
         self._records = RecordWriter(self._file)
+        self.flush, self.close = self._file.flush, self._file.close
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, summary: Summary, step: int | None = None) -> None:
@@ -117,12 +111,6 @@ class _EventFile:
 
     def _write(self, event: event_pb2.Event) -> None:
         self._records.write(event.SerializeToString())
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -135,10 +123,7 @@ def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _tag(name: str) -> str:
-    """Return the metric's name in TensorBoard, e.g. "accuracy/acc_piqa".
-
-    TensorBoard makes a section of what stands before the slash; accuracies come first.
-    """
+    """Return the metric's name in TensorBoard, e.g. "accuracy/acc_piqa": what stands before the slash is a section."""
     sections = {
         "acc_": "accuracy",
         "gold_logprob_": "gold_logprob",

@@ -1,7 +1,7 @@
 """Trials as runs of an experiment tracker: `search --track mlflow`, `--track wandb`, or both.
 
 Each library is imported only then, in a thread of its own, which gets the trials when they have ended: whatever a tracker does,
-no trial waits for it, and none fails by it. Its first failure is a warning, later ones are counted.
+no trial waits for it, and none fails by it. Its first failure is a warning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -114,24 +114,17 @@ def open_wandb(experiment: str) -> Log:
 TRACKERS: dict[str, Callable[[str], Log]] = {"mlflow": open_mlflow, "wandb": open_wandb}  # flag, package and extra
 
 
-@dataclass
-class _Running:
-    started: datetime
-    curves: list[tuple[str, float, int]] = field(default_factory=list)
-
-
 class TrackingObserver(Reader):
     """Hands every trial of a search to one tracker, as a run of `experiment`."""
 
     def __init__(self, name: str, experiment: str) -> None:
         self._name, self._experiment = name, experiment
-        self._running: dict[str, _Running] = {}  # by trial key
-        self._trials: queue.SimpleQueue[TrackedTrial | None] | None = None
-        self._thread: threading.Thread | None = None
+        self._started: dict[str, datetime] = {}  # by trial key
+        self._curves: dict[str, list[tuple[str, float, int]]] = {}
         self._failures = 0
 
     def on_begin(self) -> None:
-        self._trials = queue.SimpleQueue()
+        self._trials: queue.SimpleQueue[TrackedTrial | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, args=(self._trials,), name=self._name, daemon=True)
         self._thread.start()
 
@@ -140,38 +133,31 @@ class TrackingObserver(Reader):
             return
         fields = event.fields
         if event.name == "trial_start":
-            self._running[spec.key] = _Running(event.time)
+            self._started[spec.key], self._curves[spec.key] = event.time, []
         elif event.name == "stage":
             step = fields["items_scored"] or fields["index"]
             points = {f"duration_s_{fields['stage']}": fields["duration_s"]} | fields["metrics"]
-            self._running[spec.key].curves += [(name, value, step) for name, value in _finite(points).items()]
+            self._curves[spec.key] += [(name, value, step) for name, value in _finite(points).items()]
         else:
-            assert self._trials is not None
-            running = self._running.pop(spec.key)
             tags = {name: fields[name] for name in ("key", "status", "host", "device", "reason", "failure")}
-            self._trials.put(
-                TrackedTrial(
-                    name=f"{spec.config.name}-{spec.key[:6]}",
-                    model=spec.run.label,
-                    params=spec.config.values(spec.run),
-                    tags={name: value for name, value in tags.items() if value},
-                    curves=running.curves,
-                    metrics=_finite(fields["metrics"]),
-                    status=fields["status"],
-                    started=running.started,
-                    ended=event.time,
-                )
+            trial = TrackedTrial(
+                name=f"{spec.config.name}-{spec.key[:6]}",
+                model=spec.run.label,
+                params=spec.config.values(spec.run),
+                tags={name: value for name, value in tags.items() if value},
+                curves=self._curves.pop(spec.key),
+                metrics=_finite(fields["metrics"]),
+                status=fields["status"],
+                started=self._started.pop(spec.key),
+                ended=event.time,
             )
+            self._trials.put(trial)
 
     def on_finish(self) -> None:
-        if self._trials is None or self._thread is None:
-            return
         self._trials.put(None)
         self._thread.join(WAIT_S)
         if self._thread.is_alive():
             self._warn(f"it has not written everything after {WAIT_S:g} s, and is left behind")
-        elif self._failures > 1:
-            self._warn(f"{self._failures} runs could not be written")
 
     def _write(self, trials: queue.SimpleQueue[TrackedTrial | None]) -> None:
         """Write what comes, in the thread, until None comes."""
