@@ -176,6 +176,23 @@ def test_method_bars_are_means_with_every_configuration(published: Findings) -> 
     assert legend(figure) == [*METHODS, "mean ± std over configurations"]
 
 
+def test_curves_are_means_by_level(published: Findings) -> None:
+    llama = published.models["Llama"]
+    for factor in ("seq_len", "num_samples"):
+        (axes,) = figures.curves({"Llama": llama}, factor).axes
+        drawn = {str(line.get_label()): line for line in axes.get_lines() if len(line.get_xdata())}
+        assert drawn.keys() == {*METHODS, "all methods"}
+        means = llama.eligible.groupby(factor)["acc_mean"].mean()
+        np.testing.assert_allclose(drawn["all methods"].get_xydata(), list(means.items()))
+        for method, band in zip(METHODS, axes.collections, strict=True):
+            rows = llama.eligible[llama.eligible["method"] == method]
+            groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in means.index]
+            np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
+            error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
+            corners = band.get_paths()[0].vertices
+            np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == x, 1]) / 2 for x in means.index], error)
+
+
 def test_cost_is_time_where_known_else_tokens(simulated: Findings, published: Findings) -> None:
     llama = published.models["Llama"]
     first, second = figures.accuracy_cost({"alpha": simulated.models["alpha"], "Llama": llama}).axes

@@ -227,3 +227,11 @@ def test_a_trained_model_is_compared_with_others_by_what_was_trained() -> None:
     assert found.losses["a"]["a+lora"]["name"] == untrained.name
     assert found.losses["a+lora"]["a"]["name"] == TRAINED.name
     assert found.best_for_all["config"] is None
+
+
+def test_ratios_are_not_pooled(tmp_path: Path) -> None:
+    study = read_study([simulated_study(tmp_path, items=10)], [])
+    label, other = study.models
+    study.models[other] = replace(study.models[other], rows=study.models[other].rows.assign(pruning_ratio=0.3))
+    rows = {row["statistic"]: row for row in all_tables(find(study))["experiment_statistics"].rows}
+    assert math.isnan(rows["max"]["of_All models"]) and rows["max"][f"of_{label}"] > 0.5

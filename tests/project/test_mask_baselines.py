@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mask_baselines import magnitude, main, sparsegpt, wanda
+from mask_baselines import apply, magnitude, main, share_of, sparsegpt, wanda
+
+from tune_prune.core.errors import UserError
+from tune_prune.models.families import FAMILIES
 
 
 def case(rows: int = 6, columns: int = 40, tokens: int = 300, most: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +59,47 @@ def test_sparsegpt_is_optimal_brain_surgeon_column_by_column() -> None:
                 row[j:] -= row[j] / inverse[0, 0] * inverse[0]
                 row[j] = 0
         torch.testing.assert_close(found[i], row, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2"])
+def test_layers_see_what_masked_layers_give(tiny, variant: str) -> None:
+    """A plain loop: the inputs of layer l are those of a model whose layers before l are masked."""
+    model, windows = (
+        tiny(variant, torch.float64),
+        torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(1)),
+    )
+    plain = tiny(variant, torch.float64)
+    plain.load_state_dict(model.state_dict())
+    family = FAMILIES[model.config.model_type]
+    apply(model, family, windows, 0.3, wanda)
+    with torch.no_grad():
+        for layer in plain.model.layers:
+            inputs: dict[torch.nn.Module, torch.Tensor] = {}
+            parts = family.linears(layer).values()
+            handles = [
+                part.register_forward_pre_hook(
+                    lambda part, args, seen=inputs: seen.update({part: args[0].flatten(0, 1)})
+                )
+                for part in parts
+            ]
+            plain(input_ids=windows, use_cache=False)
+            for handle in handles:
+                handle.remove()
+            for part in parts:
+                part.weight.copy_(wanda(part.weight, inputs[part].T @ inputs[part], 0.3))
+    for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, msg=name)
+
+
+def test_the_ratio_is_of_all_parameters(tiny) -> None:
+    model = tiny("llama")
+    family = FAMILIES["llama"]
+    before = sum(p.numel() for p in model.parameters())
+    share = share_of(model, family, 0.2)
+    apply(model, family, torch.randint(0, 64, (4, 12)), share, magnitude)
+    assert sum(int((p == 0).sum()) for p in model.parameters()) == pytest.approx(0.2 * before, rel=0.01)
+    with pytest.raises(UserError, match=r"--ratio 0.99 is 1\d\d% of the projections' weights"):
+        share_of(model, family, 0.99)
 
 
 @pytest.mark.slow
