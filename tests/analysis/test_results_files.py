@@ -196,3 +196,24 @@ def test_what_falls_short_of_a_ratio_joins_it_and_no_other(ratios, expected, tmp
     pd.DataFrame(rows).to_csv(path, index=False)
     study = read_study([], [("M", path)])
     assert {model.ratio: len(model.rows) for model in study.models.values()} == expected
+
+
+def test_a_mean_that_is_not_that_of_its_tasks_is_said(tmp_path: Path) -> None:
+    tasks = ",".join(f"acc_{task}" for task in ZERO_SHOT_TASKS)
+    rows = [
+        "taylor,16,8,.9,.1,.2,.3,.4,.5,.6,.7",
+        "taylor,32,8,.4,.1,.2,.3,.4,.5,.6,.7",
+        "taylor,64,8,.4004,.1,.2,.3,.4,.5,.6,.7",
+        "taylor,128,8,.4,,.2,.3,.4,.5,.6,.7",  # one of its tasks is lost
+    ]
+    header = f"{SHORT},acc_mean,{tasks}\n"
+    model = read_study([], [("M", csv(tmp_path, *rows, header=header))]).models["M"]
+    (note,) = (text for text in said(model, "note") if "the mean of" in text)
+    assert note.endswith(
+        "acc_mean of 1 of 4 rows is not the mean of their tasks (line 2: 0.9, and 0.4 by its tasks); it is taken as it is"
+    )
+    for extra, mean in (("acc_own", ".475"), ("acc_own", ".4"), ("more", ".4")):  # over all tasks or the seven
+        path = csv(tmp_path, f"taylor,16,8,{mean},.1,.2,.3,.4,.5,.6,.7,1.0", header=f"{header[:-1]},{extra}\n")
+        assert not any("the mean of" in text for text in said(read_study([], [("M", path)]).models["M"], "note"))
+    path = csv(tmp_path, "taylor,16,8,.9,.1", header=f"{SHORT},acc_mean,acc_boolq\n")  # one of its tasks
+    assert not any("the mean of" in text for text in said(read_study([], [("M", path)]).models["M"], "note"))

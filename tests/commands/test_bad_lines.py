@@ -56,7 +56,7 @@ search TINY --shape uniform --pruning-ratio 0.005 : an MLP channel of every laye
 search TINY --limit 0 : --limit: '0' ; from 1
 search TINY --seed -1 : --seed: '-1' ; from 0 to 4294967295
 search TINY --seeds 0,x : --seeds: 'x' is not a whole number ; e.g. 0,1,2
-search TINY --seeds MANY : 16,667 seeds of the flags make 100,002 combinations
+search TINY --seeds MANY : makes 100,002 combinations with 16,667 seeds
 search TINY --draws 2 --seeds 0,1 : --draws 2 ; --seeds names others ; leave one of them out
 search TINY --tasks piqa,bolq : 'bolq' ; did you mean 'boolq'?
 search TINY --tasks , : --tasks ; at least one

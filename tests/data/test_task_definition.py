@@ -44,10 +44,13 @@ REFUSED = {
     "deep": ("description: " + "[" * 90_000, ["not valid YAML", "recursion depth"]),
     "aliases": (
         "metadata: [&a0 [1, 1], " + ", ".join(f"&a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)) + "]",
-        ["aliases (*) are not read"],
+        ["aliases (*) are read with --trust-tasks alone"],
     ),
-    "merges": ("metadata: [&a {k: v}, {<<: [*a, *a]}]", ["not valid YAML", "aliases (*) are not read"]),
-    "a value in itself": ("metadata: &a [*a]", ["aliases (*) are not read"]),
+    "merges": (
+        "metadata: [&a {k: v}, {<<: [*a, *a]}]",
+        ["not valid YAML", "aliases (*) are read with --trust-tasks alone"],
+    ),
+    "a value in itself": ("metadata: &a [*a]", ["aliases (*) are read with --trust-tasks alone"]),
     "long": ("description: " + "x" * 100_000, ["bytes", "at most 100,000"]),
     "a huge number": ("repeats: 1" + "0" * 5000, ["not valid YAML"]),
 }

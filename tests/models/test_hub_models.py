@@ -55,7 +55,7 @@ def test_weights_are_fetched_before_workers_ask_for_them(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = cached_model(tmp_path, "acme/tiny", COMMITS[0])
     (folder / "model.safetensors").unlink()
-    shards = ["model-1.safetensors", "model-2.safetensors"]
+    shards = ["model.safetensors-1-of-2.safetensors", "other.safetensors"]  # as the index names them
     stored = ["model.safetensors.index.json", *shards] if sharded else ["model.safetensors"]
     asked: list[list[str]] = []
 
@@ -74,7 +74,7 @@ def test_weights_are_fetched_before_workers_ask_for_them(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for _ in range(2):
         loading.fetch_weights(source)
-    assert len(asked) == 1 and all((folder / name).exists() for name in stored)
+    assert len(asked) == 1 + sharded and all((folder / name).exists() for name in stored)
     assert not (folder / "consolidated.safetensors").exists()
     (folder / stored[-1]).unlink()
 

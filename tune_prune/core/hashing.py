@@ -45,7 +45,7 @@ def unsealed(name: str, content: bytes) -> bytes:
     """Return the text that `sealed` was made of. Raises ValueError, a clause "it is ...", for what was not sealed as `name`."""
     seal = _SEAL.match(content)
     if seal is None:
-        raise ValueError("without a checksum")
+        raise ValueError("without a checksum (made by an older version, or changed by hand)")
     text = b"{" + content[seal.end() :]
     if _checksum(name, text) != seal[1].decode():
         raise ValueError("damaged or of another place (its checksum does not match)")

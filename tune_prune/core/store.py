@@ -498,6 +498,8 @@ class _Lease:
         """Call, and log what goes wrong: a search goes on while its lock cannot be renewed."""
         try:
             call()
+        except UserError as error:
+            log.warning("the lock of %s was not %s: %s", self._experiment, done, error)
         except Exception:  # without its thread the search would go on when another one has taken over
             log.warning("the lock of %s was not %s", self._experiment, done, exc_info=True)
 

@@ -36,12 +36,6 @@ def make(where: str | None = None) -> Path:
     return folder
 
 
-def hold(folder: Path) -> None:
-    """Hold a folder that another process has made until this one ends, too."""
-    _held[folder] = os.open(folder, os.O_RDONLY)
-    _lock(_held[folder], fcntl.LOCK_SH)
-
-
 def remove(folder: Path) -> None:
     """Remove a folder that this process holds, and let it go."""
     shutil.rmtree(folder, ignore_errors=True)  # a process that is ending may still write to it

@@ -176,7 +176,7 @@ class _WithoutAliases(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.constructor.ConstructorError(
-                None, None, "aliases (*) are not read", self.peek_event().start_mark
+                None, None, "aliases (*) are read with --trust-tasks alone", self.peek_event().start_mark
             )
         return super().compose_node(parent, index)
 
@@ -194,8 +194,8 @@ class _Tagged(Exception):
     """Carries a tag that was refused, and the line where it stands."""
 
 
-class _Follower(_WithoutAliases):
-    """Reads definitions without running what they name by tags."""
+class _Follower(yaml.SafeLoader):
+    """Reads definitions that are trusted, or were read as data before, without running what they name by tags."""
 
 
 _DataLoader.add_constructor(None, _DataLoader.refuse)

@@ -71,14 +71,13 @@ def fetch_weights(repo: str, revision: str | None = None) -> None:
     cached = folder(repo, revision)
     if constants.HF_HUB_OFFLINE or (cached is not None and weight_files.are_here(cached)):
         return
-    for whole, parts in (
-        (weight_files.SAFETENSORS, "model-*.safetensors"),
-        (weight_files.PICKLED, "pytorch_model-*.bin"),
-    ):
-        files = [whole, parts, f"{whole}.index.json"]
-        if weight_files.are_here(
-            Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=files))
-        ):
+    for whole in (weight_files.SAFETENSORS, weight_files.PICKLED):
+        index = f"{whole}.index.json"
+        here = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=[whole, index]))
+        if (here / index).is_file():
+            parts = [path.name for path in weight_files.named(here / whole)]
+            huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=parts)
+        if weight_files.are_here(here):
             return
 
 

@@ -180,12 +180,12 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 def files(folder: Path) -> list[Path]:
     """Return the safetensors files that transformers would read, whether they exist or not. Raises UserError."""
-    return _named(folder / SAFETENSORS)
+    return named(folder / SAFETENSORS)
 
 
 def pickled_files(folder: Path) -> list[Path]:
     """Return the pickled files that transformers would read where there are no safetensors files; raises as `files`."""
-    return _named(folder / PICKLED)
+    return named(folder / PICKLED)
 
 
 def are_here(folder: Path) -> bool:
@@ -204,7 +204,7 @@ def usual_dtype(folder: Path) -> torch.dtype | None:
     return next((dtype for dtype, kind in _DTYPES.items() if kind == usual), None)
 
 
-def _named(whole: Path) -> list[Path]:
+def named(whole: Path) -> list[Path]:
     """Return the file `whole`, or the files that an index in its place names. Raises UserError for one without a weight_map."""
     index = whole.with_name(f"{whole.name}.index.json")
     if whole.is_file() or not index.is_file():

@@ -25,6 +25,7 @@ INSTEAD = "try again when the machine is less busy, or add --inline, which runs 
 RESOURCE = "tune_prune_local"  # that the Ray of a search has, and no cluster
 OBJECT_STORE_BYTES = 256 * 2**20  # Only records travel: each worker reads weights from disk.
 LOOK_EVERY_S = 0.2
+START_S = 300.0
 # The longest name of a temporary directory below which the paths of Ray's sockets are short enough.
 _LONGEST = 107 - len("/tune_prune.12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
@@ -45,14 +46,20 @@ class LocalRay:
         # Ray opens its own folder to everybody; the one around it is this user's alone.
         self._folder = temporary.make(where)
         self._orphans = orphans.watch(self._folder)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        with socket.socket() as first, socket.socket() as second:
+            for free in (first, second):
+                free.bind(("127.0.0.1", 0))
+            port, unused = first.getsockname()[1], second.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
         # Ray imports what this process does.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         flags = [
             "--node-ip-address=127.0.0.1",
-            f"--port={self.address.rpartition(':')[2]}",
+            f"--port={port}",
+            # Ray's fixed ports may be those of another Ray on this machine.
+            f"--ray-client-server-port={unused}",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
             "--include-dashboard=false",
         ]
         flags += [f"--num-cpus={num_cpus or machine.cpus()}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
@@ -73,7 +80,8 @@ class LocalRay:
 
     def wait_until_up(self) -> None:
         """Raises UserError or NotStarted where it does not start."""
-        while self._process.poll() is None:
+        end = time.monotonic() + START_S
+        while self._process.poll() is None and time.monotonic() < end:
             try:
                 address_check.check(self.address)
                 return
@@ -101,6 +109,7 @@ class LocalRay:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         orphans.end(self._orphans)
+        self._process.kill()  # Nothing else has, where the process of `orphans` was killed.
         self._process.wait()
         temporary.remove(self._folder)
         temporary.sweep()  # What workers have left goes with them.

@@ -58,8 +58,12 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
     _check_machine(settings, card)
     space = resolve.space(settings)
     storage = location(settings.storage_path).expanduser().absolute()
-    # Raises where a part of it is no text: records hold it, which are written when trials have ended.
-    str(storage).encode()
+    try:
+        str(storage).encode()  # as in the records, which are written when trials have ended
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the results would be in {str(storage)!r}, which is not UTF-8; name another --storage-path"
+        ) from error
     experiment.check_writable(storage / artifact_cache.FOLDER)
     store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):

@@ -53,8 +53,8 @@ def space(settings: SearchSettings) -> SearchSpace:
     searched = replace(loaded, search=searched_by, values=values, num_trials=number)
     if searched.combinations > search_space.MAX_POINTS:
         raise UserError(
-            f"{loaded.path} and the {len(values['seed']):,} seeds of the flags make {searched.combinations:,} combinations, and "
-            f"{search_space.MAX_POINTS:,} is the most that can be planned; ask for fewer seeds"
+            f"{loaded.path} makes {searched.combinations:,} combinations with {len(values['seed']):,} seeds, and "
+            f"{search_space.MAX_POINTS:,} is the most that can be planned; ask for fewer"
         )
     _check(settings, loaded, searched)
     if searched_by == "optuna":
@@ -62,8 +62,9 @@ def space(settings: SearchSettings) -> SearchSpace:
         number = settings.num_trials or searched.num_trials or min(20, most)
         if number > most:
             each = " with one recovery" if len(values["recovery"]) > 1 else ""
+            subject = f"{loaded.path}: num_trials" if settings.num_trials is None else "--num-trials"
             raise UserError(
-                f"--num-trials is {number}, but search space {searched.name} has only {most} configurations{each}; ask for at most "
+                f"{subject} is {number}, but search space {searched.name} has only {most} configurations{each}; ask for at most "
                 f"{most}, or leave it out and use --search grid"
             )
         searched = replace(searched, num_trials=number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -221,7 +222,7 @@ def read_study(
     places += [(label, path / RESULTS if isinstance(path, Path) and path.is_dir() else path) for label, path in csvs]
     once: dict[tuple[str | None, Location], Location] = {}  # a place that is named twice is read once
     for label, path in places:
-        once.setdefault((label, path.resolve()), path)
+        once.setdefault((label, Path(os.path.realpath(path)) if isinstance(path, Path) else path), path)
     for (label, _), path in once.items():
         if label is not None:
             parts.append(_with_best_config(read_results_csv(path, label)))
@@ -277,7 +278,11 @@ def _with_best_config(part: Model) -> Model:
             return part
         models = about["models"]
         entry = models.get(part.label) or (next(iter(models.values())) if len(models) == 1 else {})
-        dense = {name: number(value) for name, value in (entry.get("baseline") or {}).items() if value is not None}
+        dense = {
+            {"params": "params_count"}.get(name, name): number(value)  # as schema 2 names it
+            for name, value in (entry.get("baseline") or {}).items()
+            if value is not None
+        }
         source = validated(ModelRun, entry["source"]).to_dict() if entry.get("source") else None
     except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"it cannot be read ({error}), so the original model is unknown: restore it from a copy"

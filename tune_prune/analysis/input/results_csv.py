@@ -6,13 +6,14 @@ import csv
 import io
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.rows import ACCURACIES, CALIBRATION, COLUMNS, INTEGERS, TEXTS, from_cell, typed
-from tune_prune.analysis.input.study import Model, Problem
+from tune_prune.analysis.input.study import Model, Problem, tasks_of
 from tune_prune.core.config import TASK_ITEMS, ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import is_too_long, utf8_text
@@ -29,6 +30,7 @@ _OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
 _NAMES = OLDER_NAMES | {"perplexity": "ppl"}
 _DECIMAL_POINT, _DECIMAL_COMMA = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?", re.I), re.compile(r"-?\d+,\d+(e[+-]?\d+)?", re.I)
+_MEAN_ROUNDED = 1.5e-3  # what accuracies of three digits leave open of their mean, at most
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
 
 
@@ -68,6 +70,7 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     _name_model(path, rows, model)
     if assumed := _name_methods(path, rows):
         notes.append(f"{assumed} rows name no method, only its hyperparameters: taylor is assumed")
+    _check_means(rows, notes.append)
     binomial = _add_stderrs(rows)
     dense = rows["method"].str.lower().isin(_DENSE)
     measured = [name for name in rows if name.startswith("acc_") or name in ("ppl", "params_count")]
@@ -95,6 +98,22 @@ def read_results_csv(path: Location, model: str | None) -> Model:
         *(model or "", rows, baseline, None, None, (path,), tuple(problems), "published", binomial),
         measured=f"csv {model}",
     )
+
+
+def _check_means(rows: pd.DataFrame, note: Callable[[str], None]) -> None:
+    """Note where acc_mean is the mean neither of all tasks of a row nor of the seven; of some of these nothing can be said."""
+    tasks = [f"acc_{task}" for task in tasks_of(rows) if rows[f"acc_{task}"].notna().any()]
+    seven = [name for name in tasks if name in ACCURACIES]
+    if 0 < len(seven) < len(ZERO_SHOT_TASKS):
+        return
+    means = [rows[names].mean(axis=1, skipna=False) for names in (tasks, seven)]
+    apart = pd.concat([(rows["acc_mean"] - mean).abs() for mean in means], axis=1).min(axis=1) > _MEAN_ROUNDED
+    if apart.any():
+        line = apart.idxmax()
+        values = f"line {line}: {rows.loc[line, 'acc_mean']:g}, and {means[0][line]:.4g} by its tasks"
+        note(
+            f"acc_mean of {apart.sum()} of {len(rows)} rows is not the mean of their tasks ({values}); it is taken as it is"
+        )
 
 
 def _trial_folder(folder: Location, name: object) -> object:

@@ -35,7 +35,7 @@ _EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 
 def ensure(file: Path, folder: Path) -> None:
     """Have `folder` (files.folder_of) hold the model of the GGUF file: whole or not at all, by one process while others that want
-    it wait. Raises UserError for a file that cannot be read as a model, and OSError where the cache has no room."""
+    it wait. Raises UserError for a file that cannot be read as a model, and where the cache cannot hold it."""
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,13 @@ def ensure(file: Path, folder: Path) -> None:
         with contextlib.suppress(OSError):  # a file system without locks: the rename decides whose is kept
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            _convert(file, folder)
+            try:
+                _convert(file, folder)
+            except OSError as error:
+                raise UserError(
+                    f"the weights of {file} cannot be kept in {folder.parent} ({error.strerror}); make room there, or set "
+                    "XDG_CACHE_HOME to a folder with room for four bytes a parameter"
+                ) from error
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -56,6 +56,7 @@ class Shortage:
 
     asked: int | None
     free: int
+    shared: bool = False  # the process may take a part of the GPU, and no more
 
     def __str__(self) -> str:
         return f"{'an unknown amount' if self.asked is None else size(self.asked)} asked for, {size(self.free)} free"
@@ -80,7 +81,7 @@ def attempt(run: Callable[[], T], device: torch.device) -> T | Shortage:
         free = _bytes(_FREE, str(error))
         if free is None:
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory().available
-        shortage = Shortage(_bytes(_ASKED, str(error)), free)
+        shortage = Shortage(_bytes(_ASKED, str(error)), free, " allowed;" in str(error))
         traceback.clear_frames(error.__traceback__)  # their variables hold what the failed work had
     release(device)  # out here, where the exception and its frames are gone
     return shortage
@@ -111,11 +112,9 @@ def first_that_fits(
         tried.append(str(way))
         shortage = result
     before = f"; the first of {len(tried)} ways tried: {tried[0]}" if tried[1:] else ""
-    on_gpu = device.type == "cuda"
-    room = (
-        "free some of this GPU's memory, use a larger --gpus-per-trial" if on_gpu else "free some of this cpu's memory"
-    )
-    advice = ", ".join(filter(None, [step(), room, "take a machine with more", "or a smaller model"]))
+    room = f"free some of this {'GPU' if device.type == 'cuda' else device.type}'s memory"
+    larger = "use a larger --gpus-per-trial" if shortage.shared else ""
+    advice = ", ".join(filter(None, [step(), larger, room, "take a machine with more", "or a smaller model"]))
     raise OutOfMemory(f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); {advice}")
 
 
