@@ -6,6 +6,7 @@ a process that lives as long as its trials, which need that memory.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -142,6 +143,7 @@ def _serve() -> None:
     """Do the call in the process of its own: it comes in on standard input, its result alone goes out on standard output."""
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)  # what a library prints is no answer
+        gc.disable()  # to look through what torch makes for garbage takes a second
         function, arguments = pickle.load(sys.stdin.buffer)
         result: tuple[Any, Exception | None]
         try:
@@ -149,3 +151,4 @@ def _serve() -> None:
         except Exception as error:  # noqa: BLE001  # raised again on the side that called
             result = None, error
         pickle.dump(result, answer)
+    gc.freeze()  # at the exit, too

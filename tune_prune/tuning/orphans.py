@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 PATIENCE_S = 10.0
+LOOK_EVERY_S = 0.05
 
 
 def watch(folder: Path) -> subprocess.Popen[bytes]:
@@ -55,7 +56,9 @@ def main(folder: Path) -> None:
         for process in users:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(users, timeout=1.0)
+        time.sleep(
+            LOOK_EVERY_S
+        )  # psutil.wait_procs would wait for dead ones, too, until somebody asks for their exit status.
     shutil.rmtree(folder, ignore_errors=True)
 
 
