@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     searches, kills, problems = Counter[str](), Counter[str](), Counter[str]()
     # Ray's sockets lie below it, whose paths may have 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="tp-"))
+    folder = Path(tempfile.mkdtemp(prefix="t"))
     grid, rounds = (SHORT, 2) if options.short else (GRID, 12)
     reference, seconds = undisturbed(folder, grid)
     kill_s = min(8.0, seconds / 2)  # a fast machine would have come to the end before the first kill

@@ -154,7 +154,7 @@ def hostile(setting: Setting, number: int) -> Attacked:
 def searches(setting: Setting, number: int) -> Attacked:
     """Kill each of TARGETS, in any order but that those after which the driver goes on to the end come last."""
     how = setting.chance.choice(["grid", *PARTIAL])
-    search = Attacked(setting.folder / f"s{number}", (*GRID, *PARTIAL.get(how, ()), "--cpus-per-trial", "1"))
+    search = Attacked(setting.folder / str(number), (*GRID, *PARTIAL.get(how, ()), "--cpus-per-trial", "1"))
     order = list(TARGETS)
     setting.chance.shuffle(order)
     for target in sorted(order, key=lambda target: target in ("worker", "STOP")):
