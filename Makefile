@@ -2,7 +2,7 @@
 #   make demo    six trials on a toy model for a first result, then a whole search (45 trials), its report in results/ and its best
 #                model in results/tiny-llama-pruned; installs what tune_prune needs and not the developers' tools
 #   make test    the tests, but for those that make test-slow runs: whole searches, kills of them, benchmarks, and most of what takes
-#                five seconds (twenty minutes more)
+#                five seconds (fifteen minutes more)
 #   make test-oldest   the tests of checkpoints and of whole searches on Ray with the oldest packages that pyproject.toml admits, in
 #                .venv-oldest
 #   make test-newest   the tests of whole searches on Ray with the newest Ray that pip finds, in .venv-newest
