@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tests.conftest import VARIANTS, build_tiny
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, plan_of, tokens, zeroed
 from tune_prune.checkpoint import layers
+from tune_prune.checkpoint.manifest import Format
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -56,7 +57,7 @@ def write_case(folder: Path, variant: str, shape: str, padded: bool = False) -> 
     """Saves a variant pruned to a shape, and beside it, in case.safetensors, inputs with the logits that they must give."""
     model = build_tiny(variant, torch.float32)
     plan = plan_of(model, FAMILIES[model.config.model_type], *SHAPES[shape])
-    small = as_saved(model, plan, padded)
+    small = as_saved(model, plan, "hf-padded" if padded else "hf")
     small.save_pretrained(folder)
     truth, ids = zeroed(model, plan), tokens()
     mask = torch.ones_like(ids)
@@ -74,11 +75,10 @@ def write_case(folder: Path, variant: str, shape: str, padded: bool = False) -> 
     return Case(folder, truth, plan, padded, padded or type(small) is type(model), bfloat16_error)
 
 
-def as_saved(model: PreTrainedModel, plan: PruningPlan, padded: bool = False) -> PreTrainedModel:
+def as_saved(model: PreTrainedModel, plan: PruningPlan, fmt: Format = "hf") -> PreTrainedModel:
     """The pruned model as its files describe it."""
     family = FAMILIES[model.config.model_type]
     small, _ = layers.compact(cut(model, family, plan), family)
-    fmt = "hf-padded" if padded else "hf"
     return layers.as_saved(small, model, family, read_geometry(model, family), fmt).in_memory()
 
 

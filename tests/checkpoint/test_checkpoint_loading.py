@@ -188,6 +188,21 @@ def test_the_config_says_what_each_layer_is(cases):
     assert dropped["no_rope_layers"] == [1, 0, 1]
 
 
+@pytest.mark.parametrize("family", ["llama-biases", "qwen2-sliding", "qwen3-biases-tied", "granite-biases-tied"])
+def test_a_group_of_zeros_in_place_of_lost_attention_changes_no_logit(family, tmp_path):
+    model = build_tiny(family, torch.float32)
+    plan = plan_of(model, FAMILIES[model.config.model_type], *SHAPES["attention of a middle layer"])
+    as_saved(model, plan, "vllm").save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    attention = again.model.layers[1].self_attn
+    assert (attention.k_proj.out_features, attention.q_proj.out_features) == (6, 2 * 6)
+    assert not any(getattr(attention, f"{part}_proj").weight.any() for part in "qkvo")
+    assert [again.model.layers[at].self_attn.k_proj.out_features for at in (0, 2, 3)] == [24, 24, 12]
+    with torch.no_grad():
+        found, expected = again(tokens()).logits, zeroed(model, plan)(tokens()).logits
+    assert (found - expected).abs().max() <= FLOAT32_TOLERANCE
+
+
 def test_the_scale_of_logits_is_also_said_as_vllm_reads_it(cases):
     """Its class for models that it does not know reads logit_scale alone, and its own Granite class multiplies by both."""
     for name, case in cases.items():

@@ -108,7 +108,7 @@ def put(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "newer": (put("schema_version", value=2), "schema_version is 2"),
-    "format": (put("format", value="pickle"), "format is 'pickle'; it must be 'hf', 'hf-padded' or 'gguf'"),
+    "format": (put("format", value="pickle"), "format is 'pickle'; it must be 'hf', 'vllm', 'hf-padded' or 'gguf'"),
     "no parameters": (put("params", value=0), "params is 0; it must be greater than or equal to 1"),
     "other base size": (put("base", "params", value=7), "plan is not what a checkpoint has, or contradicts"),
     "a layer too many": (put("base", "layers", value=6), "plan is not what a checkpoint has, or contradicts"),
@@ -269,6 +269,31 @@ def test_uniform_and_padded_checkpoints_are_ordinary_models(context: TrialContex
             manifest.require_dense(source, config)
         change_json(folder / "config.json", put("intermediate_size", value=39))
         assert OTHER_SIZES in refused(folder)
+
+
+def test_a_checkpoint_for_vllm_attends_in_every_layer_and_says_so(context: TrialContext, tmp_path: Path) -> None:
+    groups, channels = [(0, 2), (), (1,), (), (1, 2, 3)], [ALL_CHANNELS, (), (), tuple(range(8)), ALL_CHANNELS]
+    plan, logits = plan_of(context, groups, channels), {}
+    for fmt in ("hf", "vllm"):
+        source = resolve(str(save(tmp_path / fmt, context, plan, fmt)))
+        loaded = loading.load_model(source, torch.float32, "cpu")
+        logits[fmt] = loaded.model(torch.arange(20)[None]).logits
+    folder, about = tmp_path / "vllm", known(tmp_path / "vllm")
+    assert manifest.verify(source, loading.load_config(source)) == about and torch.equal(logits["hf"], logits["vllm"])
+    assert loaded.geometry.kv_heads == (2, 1, 1, 3) and loaded.geometry.mlp_width == (64, 0, 8, 64)
+    assert about.notes == [
+        "layer 3 has a KV group of zeros in place of the lost attention, as vLLM needs some in every layer"
+    ]
+    added = about.sizes["padded"].params - about.sizes["pruned"].params
+    assert added == context.loaded.geometry.group_cost[3] and about.params == about.sizes["padded"].params
+    assert about.sizes["padded"].kv_bytes_per_token == 2 * 4 * 7 * context.loaded.geometry.head_dim
+    card = (folder / "README.md").read_text("utf-8")
+    assert "- Layer 3 has a KV group of zeros" in card and "fill every layer" not in card and "--format vllm" in card
+    change_json(folder / "config.json", per_layer(2, num_attention_heads=4, num_key_value_heads=2))
+    assert OTHER_SIZES in refused(folder)
+    whole = plan_of(context, [(0,)] * 5, [ALL_CHANNELS] * 4 + [(1,)])
+    about = known(save(tmp_path / "nothing lost", context, whole, "vllm"))
+    assert about.notes == [] and "padded" not in about.sizes
 
 
 # --- the hub

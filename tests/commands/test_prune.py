@@ -328,7 +328,8 @@ def test_vllm_is_named_where_every_layer_has_attention(tmp_path: Path) -> None:
     assert shlex.split(of(tmp_path, LARGE, plan=WHOLE)["serve"]) == trust[:-1]
     assert shlex.split(of(tmp_path, LARGE, format="hf-padded")["serve"]) == trust[:-1]
     bare = of(tmp_path, OWN | LARGE)["serve"]  # of six layers one is dropped, and another one has no attention
-    assert bare == "not with vLLM, as layer 2 lost all attention: --shape aligned keeps some in every layer"
+    assert bare == "not with vLLM, as layer 2 lost all attention: save it with --format vllm"
+    assert shlex.split(of(tmp_path, OWN | LARGE, format="vllm")["serve"]) == trust
     assert "serve" not in of(tmp_path, OWN | {"head_dim": 16}, plan=WHOLE)  # vLLM refuses such heads
     assert "serve" in of(tmp_path, OWN | {"hidden_size": 4096, "num_attention_heads": 32}, plan=WHOLE)
 

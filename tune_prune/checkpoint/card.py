@@ -129,9 +129,9 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
     code = f'from transformers import pipeline; print({write}("Once upon a time"))'
     commands = [("try", shlex.join(["python", "-c", code]))]
     bare = [str(place) for place, layer in enumerate(about.saved_layers) if not about.plan.kept_groups[layer]]
-    if bare and about.format != "hf-padded":
+    if bare and about.format == "hf":
         layers = f"layer{'s' * (len(bare) > 1)} {', '.join(bare)}"
-        why = f"not with vLLM, as {layers} lost all attention: --shape aligned keeps some in every layer"
+        why = f"not with vLLM, as {layers} lost all attention: save it with --format vllm"
         return [*commands, ("serve", why)]
     heads = config.get("num_attention_heads") or 1
     if (config.get("head_dim") or config.get("hidden_size", 0) // heads) >= _VLLM_HEAD:

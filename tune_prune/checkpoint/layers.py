@@ -2,14 +2,15 @@
 
 A layer that has lost both its blocks passes its input on, so it is dropped and those behind it are renumbered; unless
 biases of its last projections remain, which it still adds. Where layers differ, the format hf-padded fills every one with zeros
-to the widest: the logits stay the same, and part of the smaller size is lost.
+to the widest, and where one has no attention, the format vllm gives it a KV group of zeros: the logits stay the same, and part of
+the smaller size is lost.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -168,9 +169,12 @@ def _plain(config: PretrainedConfig) -> dict[str, Any]:
 
 def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: Geometry, fmt: str) -> Sketch:
     """Return a pruned model, whose empty layers are dropped, as its files describe it: of the class of `dense` where the family's
-    config can state its widths or where (format "hf-padded") zeros fill every layer up to the widest, else of an own class.
-    `geometry`: that of `dense`."""
+    config can state its widths or where (format "hf-padded") zeros fill every layer up to the widest, else of an own class. In the
+    format "vllm" a layer without attention has a KV group of zeros. `geometry`: that of `dense`."""
     sizes = widths(pruned.model, family)
+    if fmt == "vllm":  # it makes a cache for every layer, and refuses one that does not attend
+        group = {"heads": geometry.queries_per_kv, "kv_heads": 1}
+        sizes = tuple(size if size.kv_heads else replace(size, **group) for size in sizes)
     config, model_class, weights = pruned.model.config, type(dense), pruned.weights
     if is_uniform(sizes, geometry.uniform_kv_heads):
         config = stock_config(config, sizes[0], geometry.head_dim)
@@ -188,7 +192,7 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
         setattr(built.get_submodule(parent), attribute, buffer)
     built.tie_weights()
     built.generation_config = copy.deepcopy(pruned.model.generation_config)
-    if fmt == "hf-padded":
+    if fmt in ("hf-padded", "vllm"):
         # A KV group of zeros attends to zeros, and an MLP channel of zeros multiplies them: the logits stay the same.
         weights = zero_filled(weights, built, family)
     return Sketch(built.eval().requires_grad_(False), weights)

@@ -39,7 +39,7 @@ MANIFEST = "tune_prune.json"
 SCHEMA_VERSION = 1
 IDS_ALONE = "it takes and gives token ids, not text"  # the end of a note of a file without a tokenizer
 _PIECE_BYTES = 2**20
-Format = Literal["hf", "hf-padded", "gguf"]
+Format = Literal["hf", "vllm", "hf-padded", "gguf"]
 
 _AGAIN = f"copy the whole checkpoint again, or remove {MANIFEST} to use the files as they are"
 
@@ -86,7 +86,9 @@ def provenance(about: Provenance) -> dict[str, Any]:
 class Manifest(Provenance):
     """The content of tune_prune.json. Layers are numbered as in the dense model. Raises ValueError where its parts contradict."""
 
-    format: Format  # hf: the pruned layers as they are; hf-padded: widened with zeros to one width; gguf: for llama.cpp
+    # hf: the pruned layers as they are; vllm: with a KV group of zeros for lost attention; hf-padded: widened with zeros to one
+    # width; gguf: for llama.cpp
+    format: Format
     base: Base
     plan: Annotated[PruningPlan, PlainValidator(PruningPlan.from_dict), PlainSerializer(PruningPlan.to_dict)]
     structure: Text  # the plan's digest: a plan that was changed by hand is noticed by it
@@ -219,7 +221,8 @@ def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, wh
         )
     _, geometry = loading.config_geometry(config)
     sizes = list(zip(geometry.kv_heads, geometry.mlp_width, strict=True))
-    kept = [(len(plan.kept_groups[layer]), len(plan.kept_channels[layer])) for layer in manifest.saved_layers]
+    least = int(manifest.format == "vllm")  # a KV group of zeros
+    kept = [(max(least, len(plan.kept_groups[at])), len(plan.kept_channels[at])) for at in manifest.saved_layers]
     if (sizes != kept and not padded) or geometry.total_params != manifest.params:  # zeros count as parameters
         raise _differs(folder, f"{where} states other layers, or other sizes")
 

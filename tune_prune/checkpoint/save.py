@@ -2,6 +2,7 @@
 
     hf         safetensors with the family's tensor names. Layers of one width: the family's own model type, no code needed.
                Else an own model type, per_layer_config and the two class files of models/pruned.
+    vllm       as hf, with a KV group of zeros in every layer that has lost its attention: vLLM needs some in each
     hf-padded  the family's own model type, every layer padded with zeros to the widest
     gguf       one file for llama.cpp (gguf_file)
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -33,6 +35,7 @@ from tune_prune.core.temporary import clear_killed, is_mount_point, renamed_at_t
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.runner.layer_weights import first_non_finite
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import Sketch
 from tune_prune.trial.recipe import Recipe
 
@@ -87,8 +90,11 @@ def save_checkpoint(
         else:
             saved = layers.as_saved(pruned, dense.model, family, dense.geometry, fmt)
             _write_hf(dense, saved, work, shard_bytes)
-            if fmt == "hf-padded":
-                rows["padded"] = sizes(saved.model, family)
+            stored = sizes(saved.model, family)
+            if fmt == "hf-padded" or stored != rows["pruned"]:
+                rows["padded"] = stored
+            if fmt == "vllm":
+                notes += _filled_layers(plan, dropped)
         models = {"dense": dense.model, [*rows][-1]: saved.in_memory()} if measure_speed else {}
         weight_paths = [path for path in sorted(work.iterdir()) if path.suffix in (".safetensors", ".gguf")]
         written = Manifest(
@@ -113,6 +119,15 @@ def save_checkpoint(
         card.write_card(work, written, dense.geometry)
         check_folder(folder, overwrite)  # what somebody has put there meanwhile
     return written
+
+
+def _filled_layers(plan: PruningPlan, dropped: Sequence[int]) -> tuple[str, ...]:
+    """Return the note that names the layers with a KV group of zeros, numbered as in the dense model; none without such layers."""
+    filled = [str(layer) for layer, kept in enumerate(plan.kept_groups) if not kept and layer not in dropped]
+    if not filled:
+        return ()
+    layers = f"layer {filled[0]} has" if len(filled) == 1 else f"layers {', '.join(filled)} have"
+    return (f"{layers} a KV group of zeros in place of the lost attention, as vLLM needs some in every layer",)
 
 
 def _check_float16(dense: loading.LoadedModel, pruned: Sketch) -> None:

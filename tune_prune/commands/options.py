@@ -376,9 +376,10 @@ PRUNE = Command(
             replace(DATA_DIR, help="folder of your own texts, as in docs/data.md (default: none)"),
         ),
         "how it is saved": (
-            Option("format", Choice(("hf", "hf-padded", "gguf")), "FORMAT",
+            Option("format", Choice(("hf", "vllm", "hf-padded", "gguf")), "FORMAT",
                 """the files (default: %(default)s)
                 hf         for transformers and vLLM; of shape uniform for the others, too
+                vllm       the same, with zeros where a layer has lost its attention
                 hf-padded  a plain model of its family, zeros fill it up: hardly smaller
                 gguf       for llama.cpp and Ollama""", default="hf"
             ),

@@ -208,7 +208,7 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
         f"{short_bytes(original.weight_bytes)}",
         f"             {', '.join(f'{share:.1%} of its {name}' for name, share in shares.items())}",
     ]
-    if about.format == "hf-padded" and (zeros := now.params - about.sizes["pruned"].params):
+    if "padded" in about.sizes and (zeros := now.params - about.sizes["pruned"].params):
         lines.append(f"             {zeros:,} of the parameters are zeros")
     if about.speed is not None:
         lines += ["", generation_speed.verdict_of(about.speed), generation_speed.speed_table(about.speed), ""]
