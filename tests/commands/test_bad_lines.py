@@ -47,6 +47,9 @@ search TINY --pruning-ratio 0.95 : 0.95 ; can be removed ; at most 0.
 search TINY --pruning-ratio 1e-9 : 1e-09 ; MLP channel ; at least 0.00
 search TINY --shape square : --shape: 'square' ; uniform
 search TINY --shape free --align 8 : --align 8 ; --shape aligned ; is free
+search TINY --shape free --tensor-parallel 2 : --tensor-parallel 2 needs ; multiples of 2 ; is free ; use --shape aligned
+search TINY --shape aligned-8-tp4 --tensor-parallel 2 : --tensor-parallel is 2, but the shape is aligned-8-tp4
+search TINY --tensor-parallel 3 : 8 query heads and 4 KV heads ; over 3 GPUs ; use --tensor-parallel 2
 search TINY --shape aligned --align 65 : 64 channels ; the 65 ; --align 32
 search TINY --shape aligned --pruning-ratio 0.4 : only 46,080 can be removed in shape aligned-64 ; at most 0.29, ; a smaller --align
 search TINY --shape uniform --pruning-ratio 0.9 : can be removed in shape uniform ; at most 0.6 ; --shape aligned

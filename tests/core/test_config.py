@@ -32,6 +32,7 @@ def test_key_depends_on_everything_that_changes_the_result() -> None:
         key(replace(CONFIG, shape="uniform")),
         key(replace(CONFIG, shape="aligned-64")),
         key(replace(CONFIG, shape="aligned-32")),
+        key(replace(CONFIG, shape="aligned-32-tp2")),
         key(model="m2"),
         key(data="d2"),
         key(run=replace(RUN, seed=1)),
@@ -145,6 +146,11 @@ def test_a_row_of_the_table_is_a_field() -> None:
         ("calibration", {"c4": "c4", "a b.txt+c4": "a b.txt+c4"}, ["", " c4", "a\nb"]),
         ("seed", {"0": 0, "4294967295": 2**32 - 1}, ["-1", "4294967296", "1.0", "none", ""]),
         ("shape", {"free": "free", "aligned": "aligned", "aligned-8": "aligned-8"}, ["square", "aligned-0", "Free"]),
+        (
+            "shape",
+            {"aligned-8-tp2": "aligned-8-tp2", "aligned-tp16": "aligned-tp16", "uniform-tp2": "uniform-tp2"},
+            ["free-tp2", "free-8", "aligned-8-tp1", "aligned-tp2-8", "uniform-8-tp02", "aligned-8-tp"],
+        ),
     ],
 )
 def test_what_is_read_from_files_and_flags(name: str, good: dict[str, object], bad: list[str]) -> None:
@@ -189,6 +195,7 @@ def test_num_removal_samples(samples: int, divisor: int, expected: int) -> None:
         ("pruning_ratio", 1.0),
         ("pruning_ratio", float("nan")),
         ("shape", "aligned"),
+        ("shape", "aligned-tp2"),
         ("shape", "aligned-0"),
         ("shape", "aligned-64\n"),
         ("shape", None),

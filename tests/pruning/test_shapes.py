@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from tests.pruning.test_selection import cost_of, geometry, removing, scores
 from tests.trials import BLOCKWISE, open_context
 from tune_prune.core.errors import UserError
+from tune_prune.core.kinds import Shape
 from tune_prune.core.store import FolderStore
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import Geometry, read_geometry
@@ -29,22 +31,28 @@ from tune_prune.pruning.selection import budget, select
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.trial import run_trial
 
-SHAPES = ("aligned-1", "aligned-3", "uniform", "uniform-4")
+SHAPES = ("aligned-1", "aligned-3", "aligned-3-tp2", "uniform", "uniform-4", "uniform-tp2")
 
 
-def random_case(seed: int, tiny: bool = False) -> tuple[Geometry, GroupScores]:
-    """Layers of different widths and costs, as biases and pruning before would make them; few or many ties. Every layer has a
-    KV group and at least 4 channels."""
+def numbers(shape: str) -> tuple[str, int, int]:
+    """Return the kind of a shape, what its MLP widths are multiples of, and what its KV groups are."""
+    kind, align, gpus = Shape.read(shape)
+    return kind, math.lcm(align or 1, gpus), gpus
+
+
+def random_case(seed: int, tiny: bool = False, gpus: int = 1) -> tuple[Geometry, GroupScores]:
+    """Layers of different widths and costs, as biases and pruning before would make them; few or many ties. Every layer has KV
+    groups for that many GPUs and at least 4 channels, or 6 for two."""
     draw = np.random.default_rng(seed)
     layers = int(draw.integers(1, 4 if tiny else 7))
-    kv = draw.integers(1, 4 if tiny else 9, layers).tolist()
-    mlp = draw.integers(4, 9 if tiny else 60, layers).tolist()
+    kv = (gpus * draw.integers(1, 4 if tiny else 9, layers)).tolist()
+    mlp = (draw.integers(4, 9 if tiny else 60, layers) + 2 * (gpus - 1)).tolist()
     if draw.random() < 0.5:  # as dense models are
         kv, mlp = [kv[0]] * layers, [mlp[0]] * layers
     g = geometry(kv, mlp, extra=int(draw.choice([0, 12])), other=int(draw.integers(0, 3000)))
     group, channel = int(draw.integers(5, 400)), int(draw.integers(3, 40))
     biased = draw.integers(0, 3, layers).tolist() if draw.random() < 0.5 else [0] * layers
-    heads = [k for k in range(1, min(kv) + 1) if k == 1 or draw.random() < 0.8]
+    heads = [k for k in range(1, min(kv) + 1) if k == gpus or draw.random() < 0.8]
     g = replace(
         g,
         group_cost=tuple(group + more for more in biased),
@@ -67,13 +75,13 @@ def ratios_within(g: Geometry, shape: str, seed: int) -> Iterator[float]:
 
 def widths(g: Geometry, shape: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Every (KV groups per layer, channels per layer) of the shape, by its definition."""
-    kind, _, number = shape.partition("-")
-    n = int(number or 1)
+    kind, n, gpus = numbers(shape)
     if kind == "uniform":
         for k, m in itertools.product(g.uniform_kv_heads, range(n, min(g.mlp_width) + 1, n)):
-            yield (k,) * g.num_layers, (m,) * g.num_layers
+            if k % gpus == 0:
+                yield (k,) * g.num_layers, (m,) * g.num_layers
         return
-    groups = itertools.product(*(range(1, k + 1) for k in g.kv_heads))
+    groups = itertools.product(*(range(gpus, k + 1, gpus) for k in g.kv_heads))
     channels = list(itertools.product(*(range(n, m + 1, n) for m in g.mlp_width)))
     for one in groups:
         for other in channels:
@@ -88,8 +96,9 @@ def removal(g: Geometry, groups: tuple[int, ...], channels: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_cases_keep_every_promise(shape: str) -> None:
+    kind, n, gpus = numbers(shape)
     for seed in range(120):
-        g, s = random_case(seed)
+        g, s = random_case(seed, gpus=gpus)
         for ratio in ratios_within(g, shape, seed):
             plan = select(s, g, ratio, shape)
             assert plan.target_params == int(ratio * g.total_params) == budget(g, ratio, shape)
@@ -97,16 +106,15 @@ def test_random_cases_keep_every_promise(shape: str) -> None:
             left = plan.target_params - plan.removed_params
             counts = [(len(a), len(b)) for a, b in zip(plan.kept_groups, plan.kept_channels, strict=True)]
             assert all(k >= 1 and m >= 1 for k, m in counts), (seed, ratio)
-            kind, _, number = shape.partition("-")
-            n = int(number or 1)
-            assert all(m % n == 0 for _, m in counts), (seed, ratio)
+            assert all(k % gpus == 0 and m % n == 0 for k, m in counts), (seed, ratio)
             if kind == "uniform":
                 assert len(set(counts)) == 1 and counts[0][0] in g.uniform_kv_heads, (seed, ratio)
             else:
                 for layer, (k, m) in enumerate(
                     counts
                 ):  # nothing that may go would still fit, but where a group paid for it
-                    assert k == 1 or left < g.group_cost[layer] or left < n * max(g.channel_cost), (seed, ratio)
+                    group = gpus * g.group_cost[layer]
+                    assert k == gpus or left < group or left < n * max(g.channel_cost), (seed, ratio)
                     assert m == n or left < n * max(g.channel_cost), (seed, ratio)
             for part, kept in ((s.attention, plan.kept_groups), (s.mlp, plan.kept_channels)):
                 for values, mine in zip(part, kept, strict=True):
@@ -119,7 +127,7 @@ def test_random_cases_keep_every_promise(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reach_is_that_of_all_widths_of_the_shape(shape: str) -> None:
     for seed in range(60):
-        g, _ = random_case(seed, tiny=True)
+        g, _ = random_case(seed, tiny=True, gpus=Shape.read(shape).gpus)
         removals = [removal(g, *one) for one in widths(g, shape)]
         bounds = shapes.removal_bounds(g, shape)
         assert (bounds.least, bounds.most) == (min(removals), max(removals)), seed
@@ -127,12 +135,12 @@ def test_reach_is_that_of_all_widths_of_the_shape(shape: str) -> None:
             assert bounds.smallest == min(params for params in removals if params), seed
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget(n: int) -> None:
+@pytest.mark.parametrize("shape", ["uniform", "uniform-3", "uniform-tp2"])
+def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget(shape: str) -> None:
     """Every pair of widths, and in each layer every choice of that many, by exact sums."""
-    clipped, shape = 0, "uniform" if n == 1 else f"uniform-{n}"
-    for seed in range(150):
-        g, s = random_case(seed, tiny=True)
+    clipped, (_, n, gpus) = 0, numbers(shape)
+    for seed in range(150 // gpus):
+        g, s = random_case(seed, tiny=True, gpus=gpus)
         generator = np.random.default_rng(seed)
         s = scores([generator.random(k) for k in g.kv_heads], [generator.random(m) for m in g.mlp_width])
 
@@ -161,41 +169,41 @@ def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget(n: int)
     assert clipped > 0  # a KV group of every layer that costs more than all of the MLPs
 
 
-def plain_aligned(s: GroupScores, g: Geometry, target: int, n: int) -> tuple[list[set[int]], list[set[int]]]:
+def plain_aligned(s: GroupScores, g: Geometry, target: int, n: int, gpus: int) -> tuple[list[set[int]], list[set[int]]]:
     """The documented walk, a channel at a time and with exact means."""
     groups = [set(range(k)) for k in g.kv_heads]
     channels = [set(range(m)) for m in g.mlp_width]
     candidates: list[tuple[Fraction, int, int, int, list[int]]] = []  # score, layer, attention or MLP, place, members
-    for layer, values in enumerate(s.attention):
-        candidates += [(Fraction(float(v)), layer, 0, i, [i]) for i, v in enumerate(values)]
-    for layer, values in enumerate(s.mlp):
-        ascending = sorted(range(len(values)), key=lambda i, values=values: (values[i], i))
-        while len(ascending) % n:
+    parts = [(layer, 0, values, gpus) for layer, values in enumerate(s.attention)]
+    for layer, is_mlp, scored, size in parts + [(layer, 1, values, n) for layer, values in enumerate(s.mlp)]:
+        ascending = sorted(range(len(scored)), key=lambda i, scored=scored: (scored[i], i))
+        while len(ascending) % size:  # channels alone
             channels[layer].remove(ascending.pop(0))
             target -= g.channel_cost[layer]
-        for start in range(0, len(ascending) - n, n):
-            members = ascending[start : start + n]
-            mean = sum(Fraction(float(values[i])) for i in members) / n
-            candidates.append((mean, layer, 1, start // n, members))
+        for start in range(0, len(ascending) - size, size):  # the best block stays
+            members = ascending[start : start + size]
+            mean = sum(Fraction(float(scored[i])) for i in members) / size
+            candidates.append((mean, layer, is_mlp, start // size, members))
     for _, layer, is_mlp, _, members in sorted(candidates):
-        cost = n * g.channel_cost[layer] if is_mlp else g.group_cost[layer]
-        if cost <= target and (is_mlp or len(groups[layer]) > 1):
+        cost = n * g.channel_cost[layer] if is_mlp else gpus * g.group_cost[layer]
+        if cost <= target:
             (channels if is_mlp else groups)[layer] -= set(members)
             target -= cost
     return groups, channels
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_aligned_walks_as_documented(n: int) -> None:
+@pytest.mark.parametrize("shape", ["aligned-1", "aligned-4", "aligned-3-tp2"])
+def test_aligned_walks_as_documented(shape: str) -> None:
+    _, n, gpus = numbers(shape)
     for seed in range(150):
-        g, s = random_case(seed)
-        bounds = shapes.removal_bounds(g, f"aligned-{n}")
+        g, s = random_case(seed, gpus=gpus)
+        bounds = shapes.removal_bounds(g, shape)
         for ratio in (
             removing((bounds.least + bounds.most) // 2, g),
             removing((3 * bounds.least + bounds.most) // 4, g),
         ):
-            plan = select(s, g, ratio, f"aligned-{n}")
-            groups, channels = plain_aligned(s, g, plan.target_params, n)
+            plan = select(s, g, ratio, shape)
+            groups, channels = plain_aligned(s, g, plan.target_params, n, gpus)
             if all(len(kept) == n for kept in channels):
                 continue  # a group may have paid for blocks that came back: the next test
             assert [set(kept) for kept in plan.kept_groups] == groups, seed
@@ -225,6 +233,20 @@ def test_layers_that_cannot_take_a_shape_are_named() -> None:
         budget(g, 0.2, "square")
 
 
+def test_heads_that_cannot_be_shared_by_gpus_are_refused_and_fewer_than_gpus_all_stay() -> None:
+    g = replace(geometry(kv=(6, 6), mlp=(24, 24)), queries_per_kv=2, uniform_kv_heads=(1, 2, 3, 4, 5, 6))
+    with pytest.raises(UserError, match=r"12 query heads and 6 KV heads, .* over 4 GPUs.*; use --tensor-parallel 3"):
+        budget(g, 0.2, "aligned-4-tp4")
+    s = scores([[1, 2, 3, 4, 5, 6]] * 2, [range(24)] * 2)
+    for shape in ("aligned-4-tp12", "uniform-tp12"):  # every KV head is on two GPUs
+        bounds = shapes.removal_bounds(g, shape)
+        assert (bounds.least, bounds.most) == (0, 2 * 12 * 10)
+        plan = select(s, g, removing(240, g), shape)
+        assert plan.kept_groups == (tuple(range(6)),) * 2 and plan.kept_channels == (tuple(range(12, 24)),) * 2
+    with pytest.raises(UserError, match=r"24 channels, fewer than the 30 .*; use a smaller --align, e\.g\. --align 4"):
+        budget(g, 0.2, "aligned-10-tp3")
+
+
 @pytest.mark.parametrize(
     ("shape", "align", "params", "expected"),
     [
@@ -234,6 +256,8 @@ def test_layers_that_cannot_take_a_shape_are_named() -> None:
         (shapes.BY_SIZE, None, 10**9, "aligned-256"),
         ("aligned", None, 10**9 - 1, "aligned-64"),
         ("aligned", 32, 10**10, "aligned-32"),
+        ("aligned-tp2", None, 10**9, "aligned-256-tp2"),
+        ("uniform-tp2", None, 10**9 - 1, "uniform-tp2"),
     ],
 )
 def test_a_shape_gets_what_suits_the_model(shape: str, align: int | None, params: int, expected: str) -> None:

@@ -94,22 +94,25 @@ def test_one_step_is_what_select_gives(context, shape):
     assert [stage for stage, _ in reports] == ["importance", "pruning"]
 
 
-@pytest.mark.parametrize(("method", "shape"), [*zip(WITH_STATISTICS, cycle(["free", "uniform", "aligned-8"]))])
+@pytest.mark.parametrize(
+    ("method", "shape"), [*zip(WITH_STATISTICS, cycle(["free", "uniform", "aligned-8", "aligned-8-tp2"]))]
+)
 def test_every_method_meets_the_budget_in_every_shape(context, method, shape):
     geometry = context.loaded.geometry
     target = budget(geometry, 0.3, shape)
     plan, _, _ = made(replace(ONE, method=method, shape=shape, steps=3), context)
     widths = [len(kept) for kept in plan.kept_channels]
-    step = {"free": geometry.channel_cost[0], "aligned-8": 8 * geometry.channel_cost[0]}.get(
-        shape, sum(geometry.channel_cost)
-    )
+    channel, every = geometry.channel_cost[0], sum(geometry.channel_cost)
+    step = {"free": channel, "uniform": every}.get(shape, 8 * channel)
     assert 0 <= target - plan.removed_params < step
     params = sum(p.numel() for p in prune(context.loaded.model, context.loaded.family, plan).parameters())
     assert params == geometry.total_params - plan.removed_params
     if shape == "uniform":
         assert len(set(widths)) == len({len(kept) for kept in plan.kept_groups}) == 1
-    if shape == "aligned-8":
+    if shape.startswith("aligned-8"):
         assert all(width % 8 == 0 for width in widths)
+    if shape.endswith("tp2"):
+        assert all(len(kept) in (2, 4) for kept in plan.kept_groups)
 
 
 @pytest.mark.parametrize(

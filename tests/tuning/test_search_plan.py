@@ -188,6 +188,12 @@ SHAPES = {
         "aligned-64: fast on a GPU",
     ),
     "number for the space": ("aligned", ("--align", "8"), "aligned-8", "aligned-8: fast on a GPU"),
+    "GPUs": (
+        "",
+        ("--tensor-parallel", "2", "--align", "3"),
+        "aligned-3-tp2",
+        "aligned-3-tp2: for vLLM on 2 GPUs; fast on a GPU",
+    ),
     "free": ("", (), "free", ""),
 }
 

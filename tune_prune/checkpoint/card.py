@@ -24,7 +24,7 @@ from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text, number
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.kinds import texts_of
+from tune_prune.core.kinds import Shape, texts_of
 from tune_prune.core.measures import fraction, wilson_interval, wilson_items
 from tune_prune.core.terminal import markdown, markdown_code, printable
 from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2
@@ -135,7 +135,9 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
         return [*commands, ("serve", why)]
     heads = config.get("num_attention_heads") or 1
     if (config.get("head_dim") or config.get("hidden_size", 0) // heads) >= _VLLM_HEAD:
-        commands.append(("serve", shlex.join(["vllm", "serve", where, *["--trust-remote-code"] * own_classes])))
+        gpus = Shape.read(about.config.shape).gpus
+        split = ["--tensor-parallel-size", str(gpus)] if gpus > 1 else []
+        commands.append(("serve", shlex.join(["vllm", "serve", where, *["--trust-remote-code"] * own_classes, *split])))
     return commands
 
 

@@ -87,6 +87,7 @@ def search(
     pruning_ratio: float | None = None,
     shape: str | None = None,
     align: int | None = None,
+    tensor_parallel: int | None = None,
     revision: str | None = None,
     calibration: str | None = None,
     data_dir: str | Path | None = None,

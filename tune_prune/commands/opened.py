@@ -129,6 +129,7 @@ class Model:
         steps: int | None = None,
         shape: str | None = None,
         align: int | None = None,
+        tensor_parallel: int | None = None,
         compensation: str = "none",
         damping: float | None = None,
         refit_tokens: int | None = None,
@@ -149,9 +150,11 @@ class Model:
         """
         values = {name: value for name, value in locals().items() if name in HYPERPARAMETERS}
         values["pruning_ratio"] = ratio
-        return self.execute(self.request(values, align), on_stage)
+        return self.execute(self.request(values, align, tensor_parallel), on_stage)
 
-    def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
+    def request(
+        self, values: Mapping[str, Any], align: int | None = None, tensor_parallel: int | None = None
+    ) -> PruneRequest:
         """Check what `prune` is asked for: `values` by the names of HYPERPARAMETERS, None or absent: the default.
         Raises UserError."""
         source = self._source
@@ -159,7 +162,7 @@ class Model:
         text = self._calibration or calibration.resolve(None, self.run.data_dir, source.kind == "embedded")
         run = replace(self.run, calibration=text)
         return prune_request.from_values(
-            DenseModel(source, run, self.hf_config, self.geometry, self.tokenizer), values, align
+            DenseModel(source, run, self.hf_config, self.geometry, self.tokenizer), values, align, tensor_parallel
         )
 
     def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], object] = id) -> PrunedModel:

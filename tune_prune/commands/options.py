@@ -154,6 +154,10 @@ ALIGN = Option("align", Whole(1, 10**6), "N",
     "widths of MLPs are multiples of N, with --shape aligned (default: 64, from 1B parameters on 256) or uniform (default: 1, "
     "from 1B parameters on 256); --shape aligned-N says the same"
 )
+TENSOR_PARALLEL = Option("tensor_parallel", Whole(1, 999), "N",
+    "for vLLM on N GPUs: KV groups and MLP widths of every layer are multiples of N, with --shape aligned (then the default) or "
+    "uniform (default: 1); --shape aligned-64-tpN says the same"
+)
 CALIBRATION = Option("calibration", HYPERPARAMETERS["calibration"].kind, "TEXT",
     "sample text, best of the kind that the model is for\n\nembedded, wikitext2, c4 or a text file, or several with + between "
     f"them, in equal parts (default: {RUN_DEFAULTS['calibration']})"
@@ -249,6 +253,7 @@ SEARCH = Command(
             _hyperparameter("pruning_ratio", "as the space says, else 0.2"),
             _hyperparameter("shape", "as the space says, else free, from 1B aligned"),
             ALIGN,
+            TENSOR_PARALLEL,
             Option("seeds", Several(HYPERPARAMETERS["seed"].kind, "0,1,2"), "A,B",
                 "run every configuration once with each of these values of --seed, e.g. 0,1,2, and report the mean: how much does "
                 "luck matter? (default: as the space says, else --seed alone)"
@@ -370,7 +375,7 @@ PRUNE = Command(
                 for name in HYPERPARAMETERS
                 for option in (
                     replace(CALIBRATION, metavar="VALUE") if name == "calibration" else _hyperparameter(name),
-                    *([ALIGN] if name == "shape" else []),
+                    *([ALIGN, TENSOR_PARALLEL] if name == "shape" else []),
                 )
             ),
             replace(DATA_DIR, help="folder of your own texts, as in docs/data.md (default: none)"),

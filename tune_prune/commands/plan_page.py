@@ -16,9 +16,9 @@ import torch
 from tune_prune.analysis.cost import between, duration
 from tune_prune.checkpoint.layers import aligned
 from tune_prune.core import machine
-from tune_prune.core.config import OTHER_TEXT, ModelRun, PruningConfig, alignment, group_labels
+from tune_prune.core.config import OTHER_TEXT, ModelRun, PruningConfig, group_labels
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.kinds import texts_of
+from tune_prune.core.kinds import Shape, texts_of
 from tune_prune.core.machine import size
 from tune_prune.core.records import in_order
 from tune_prune.core.store import Location, ObjectPath
@@ -239,16 +239,17 @@ def _shapes(plan: Plan) -> list[Row]:
 
 
 def _of_shape(shape: str, large: bool) -> str:
-    kind = shape.partition("-")[0]
+    kind, align, gpus = Shape.read(shape)
     if kind == "free":
         return (
             "any widths, for transformers, vLLM and llama.cpp"
             + "; slow on a GPU, where --shape aligned takes a third of the time" * large
         )
+    split = f"for vLLM on {gpus} GPUs; " * (gpus > 1)
     if kind == "aligned":
-        return "fast on a GPU, quantises well; to load without extra code choose --shape uniform"
-    odd = large and alignment(shape) is None
-    return "loads in whatever loads the family" + "; slow on a GPU, faster with --align 256" * odd
+        return split + "fast on a GPU, quantises well; to load without extra code choose --shape uniform"
+    odd = large and align is None
+    return split + "loads in whatever loads the family" + "; slow on a GPU, faster with --align 256" * odd
 
 
 def _cluster(plan: Plan) -> list[Row]:

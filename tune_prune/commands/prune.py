@@ -21,6 +21,7 @@ from tune_prune.core import terminal
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Shape
 from tune_prune.core.store import is_address
 from tune_prune.core.terminal import say
 from tune_prune.pruning.methods import load_method, read_by
@@ -76,7 +77,9 @@ def _main(argv: list[str]) -> None:
             memory=args.memory,
         )
         request = dense.request(
-            {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}, args.align
+            {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run},
+            args.align,
+            args.tensor_parallel,
         )
     how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
     saved = save(dense, request, folder, args.format, **how)
@@ -165,12 +168,13 @@ def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
 
     run = request.source or request.run
     said = request.config.values(run) | {"data_dir": run.data_dir}
-    asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
-    kind = said["shape"].partition("-")[0]
-    if asked.get("shape") == kind:
-        asked["shape"] = said["shape"]
-    if "align" in asked:
-        asked["shape"] = f"{'aligned' if kind == 'free' else kind}-{asked.pop('align')}"
+    asked = {name: getattr(args, name) for name in said if getattr(args, name) is not None}
+    searched = Shape.read(said["shape"])
+    shape = searched if args.shape in (None, searched.kind) else Shape.read(args.shape)
+    shape = shape._replace(align=args.align or shape.align, gpus=args.tensor_parallel or shape.gpus)
+    if shape.kind == "free" and shape != Shape("free"):
+        shape = shape._replace(kind="aligned")
+    asked["shape"] = str(shape)
     if "data_dir" in asked:
         asked["data_dir"] = checks.data_dir(asked["data_dir"])
     if "calibration" in asked:

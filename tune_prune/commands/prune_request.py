@@ -198,9 +198,9 @@ def _metrics(entry: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: None if value is None else number(value) for name, value in metrics.items()}
 
 
-def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None) -> PruneRequest:
+def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None, gpus: int | None) -> PruneRequest:
     """Return the configuration that `values` name, by the names of HYPERPARAMETERS (None or absent: the default), of a model that
-    is known without its weights; `align` is the N of shape aligned or uniform. Raises UserError."""
+    is known without its weights; `align` and `gpus` are the numbers of shape aligned or uniform. Raises UserError."""
     method = load_method(values["method"])
     given = {name: plain(value) for name, value in values.items() if value is not None}
     missing = [name for name in method.hyperparameters if HYPERPARAMETERS[name].required and name not in given]
@@ -221,7 +221,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         )
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | {"shape": shapes.BY_SIZE} | given
     method.check_normalization(full["normalization"])
-    (shape,) = resolve.aligned((full["shape"],), align)
+    (shape,) = resolve.aligned((full["shape"],), align, gpus)
     shape = shapes.resolve(shape, None, dense.geometry.total_params)
     method.check_shape(shape)
     config = PruningConfig(**full | {"shape": shape}).within(dense.run)

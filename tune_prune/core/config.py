@@ -6,6 +6,7 @@ Nothing here needs torch, ray or lm_eval. Each has one canonical form, so that a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, OF_RUN, RECIPE, renamed, unread
-from tune_prune.core.kinds import SHAPE, Whole
+from tune_prune.core.kinds import Shape, ShapeName, Whole
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {
@@ -65,11 +66,12 @@ def reads_embedded_data(model: str, data_dir: str | None) -> bool:
 
 
 def alignment(shape: str) -> int | None:
-    """Return the N of shape "aligned-N" or "uniform-N", which MLP widths are multiples of; None for "free" and "uniform"."""
-    match = SHAPE.fullmatch(shape)
-    if match is None:
+    """Return what MLP widths are multiples of: the N of shape "aligned-N" or "uniform-N", where it is for several GPUs the least
+    multiple of N and of their number; None for "free" and "uniform"."""
+    if not ShapeName().holds(shape):
         raise UserError(f"shape is {shape!r}; it must be free, uniform, aligned-N or uniform-N, e.g. aligned-64")
-    return int(match[1]) if match[1] else None
+    _, align, gpus = Shape.read(shape)
+    return None if align is None and gpus == 1 else math.lcm(align or 1, gpus)
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,37 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from tune_prune.core.errors import did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
 
 # What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
 SHAPES = ("free", "aligned", "uniform")
 NORMALIZATIONS = ("none", "kind", "layer")
-SHAPE = re.compile(r"free|uniform|(?:aligned|uniform)-([1-9][0-9]{0,6})")
+_SHAPE = re.compile(r"free|(aligned|uniform)(?:-([1-9][0-9]{0,6}))?(?:-tp([2-9]|[1-9][0-9]{1,2}))?")
 KNOWN_TEXTS = ("embedded", "wikitext2", "c4")  # calibration texts that need no file
 MAX_STEM = 20  # letters of a file's name in the name of a configuration
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+
+
+class Shape(NamedTuple):
+    """The parts of a shape's name, e.g. of aligned-64-tp2."""
+
+    kind: str  # one of SHAPES
+    align: int | None = None  # that MLP widths are multiples of; None: of nothing, or not resolved yet
+    gpus: int = 1  # over which every layer can be split
+
+    @classmethod
+    def read(cls, name: str) -> Shape:
+        """Read a shape's name. Raises UserError where it is none."""
+        if (match := _SHAPE.fullmatch(name)) is None:
+            raise UserError(f"shape is {name!r}; it must be {ShapeName()}")
+        kind, align, gpus = match.groups()
+        return cls(kind or name, int(align) if align else None, int(gpus or 1))
+
+    def __str__(self) -> str:
+        split = f"tp{self.gpus}" if self.gpus > 1 else None
+        return "-".join(str(part) for part in (self.kind, self.align, split) if part)
 
 
 class Kind(Protocol):
@@ -130,20 +150,24 @@ class Choice(Kind):
 
 
 class ShapeName(Kind):
-    """free, uniform, aligned-N or uniform-N; asked for also as aligned or uniform, which get their N by the model's size."""
+    """The name of a Shape. `aligned` may be asked for without its N, which it gets by the model's size."""
 
     is_text = True
 
     def __str__(self) -> str:
-        return "free, aligned or uniform, the last two also with a whole number N from 1, e.g. aligned-64"
+        return (
+            "free, aligned or uniform, the last two also with a whole number N from 1, e.g. aligned-64, and of GPUs, "
+            "e.g. aligned-64-tp2"
+        )
 
     def read(self, text: str) -> str:
-        if text not in SHAPES and not self.holds(text):
+        if _SHAPE.fullmatch(text) is None:
             raise ValueError(text)
         return text
 
     def holds(self, value: Any) -> bool:
-        return isinstance(value, str) and SHAPE.fullmatch(value) is not None
+        match = _SHAPE.fullmatch(value) if isinstance(value, str) else None
+        return match is not None and (match[1] != "aligned" or match[2] is not None)
 
 
 class MethodName(Kind):

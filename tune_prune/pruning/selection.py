@@ -8,6 +8,7 @@ in, plan out; ties are broken by layer, then attention before MLP, then index.
 
 This is the shape `free`. Of the others (pruning/shapes.py) `aligned-N` goes by blocks of N channels where `free` goes by
 channels, after the channels that are too many for multiples of N, and `uniform` by one channel of every layer, `uniform-N` by N.
+Where layers are to be split over GPUs, `...-tpG`, KV groups go by G.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from tune_prune.core.config import alignment
 from tune_prune.core.errors import Infeasible, NotFinite
+from tune_prune.core.kinds import Shape
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import GroupScores, PruningPlan
@@ -31,10 +33,10 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: f
     total = geometry.total_params
     target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape, Floors.of(geometry, cap))
     asked = f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {total:,} parameters, but"
-    instead = (
-        "" if shape == "free" else ", or use a smaller --align" if alignment(shape) else ", or use --shape aligned"
-    )
-    here = "" if shape == "free" else f" in shape {shape}"
+    instead, here = "", ""
+    if shape != "free":
+        instead = f", or use {'a smaller --align' if Shape.read(shape).align else '--shape aligned'}"
+        here = f" in shape {shape}"
     if target > bounds.most and cap < 1:
         bound = _rounded_down(bounds.most / total)
         less = f"at most {bound}, or for " if bound else ""
@@ -129,12 +131,12 @@ def on_the_way(
     if shapes.is_uniform(shape):
         return further(plan, scores, geometry, target, shape, cap, whole=whole)
     block = (alignment(shape) or 1) * max(geometry.channel_cost)
-    spare, waits = 0, whole // steps < max(block, *geometry.group_cost)
+    spare, waits = 0, whole // steps < max(block, *shapes.group_costs(geometry, shape))
     while True:
         after = further(plan, scores, geometry, target, shape, cap, spare, whole if waits else None)
         left = geometry_of(after, geometry)
         channels = Floors(left.kv_heads, Floors.of(geometry, cap).channels)
-        enough = shapes.removal_bounds(left, shape, channels).most >= shapes.largest_part(left)
+        enough = shapes.removal_bounds(left, shape, channels).most >= shapes.largest_part(left, shape)
         if enough or spare > max(geometry.mlp_width):
             return after
         spare = max(1, 2 * spare)
@@ -167,14 +169,14 @@ def _selected(
             f"{int((~np.isfinite(flat)).sum())} of {len(flat)} group scores are not finite; the model's gradients overflow "
             "on this calibration text: try a shorter seq_len, another text or --dtype float32"
         )
-    n = alignment(shape)
+    n, gpus = alignment(shape), Shape.read(shape).gpus
     if shapes.is_uniform(shape):
-        groups, channels = shapes.uniform(scores, geometry, floors, target, whole, n or 1)
+        groups, channels = shapes.uniform(scores, geometry, floors, target, whole, n or 1, gpus)
     elif n is not None:
-        aligned = shapes.Aligned.of(scores, geometry, floors, n)
+        aligned = shapes.Aligned.of(scores, geometry, floors, n, gpus)
         room = target - aligned.remainder_params
-        groups, blocks = _lowest_first(aligned.scores, aligned.geometry, aligned.floors, room, whole is not None)
-        channels = aligned.channels(blocks)
+        blocks = _lowest_first(aligned.scores, aligned.geometry, aligned.floors, room, whole is not None)
+        groups, channels = aligned.members(*blocks)
     else:
         groups, channels = _lowest_first(scores, geometry, floors, target, whole is not None)
     return groups, channels

@@ -4,6 +4,7 @@
     aligned-N   every MLP width is a multiple of N, at least N; every layer keeps at least one KV group
     uniform     one number of KV groups and one MLP width for all layers: what a plain config of the family can state
     uniform-N   the same, its MLP width a multiple of N
+    ...-tpG     as these, and every layer can be split over G GPUs: its KV groups and its MLP width are multiples of G
 
 Numbers in, numbers out, and ties go by index, so that all machines choose alike. K KV groups and M MLP channels are counted
 per layer; all costs are in parameters.
@@ -19,6 +20,7 @@ import numpy as np
 
 from tune_prune.core.config import alignment
 from tune_prune.core.errors import Infeasible
+from tune_prune.core.kinds import Shape
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import GroupScores
 
@@ -41,11 +43,9 @@ def resolve(shape: str, align: int | None, total_params: int) -> str:
     large = total_params >= LARGE_PARAMS
     if shape == BY_SIZE:
         shape = "aligned" if large else "free"
-    if shape == "aligned":
-        return f"aligned-{align or (LARGE_ALIGN if large else SMALL_ALIGN)}"
-    if shape == "uniform" and (align or large):
-        return f"uniform-{align or LARGE_ALIGN}"
-    return shape
+    asked = Shape.read(shape)
+    usual = {"aligned": LARGE_ALIGN if large else SMALL_ALIGN, "uniform": LARGE_ALIGN if large else None}
+    return str(asked._replace(align=asked.align or align or usual.get(asked.kind)))
 
 
 def is_uniform(shape: str) -> bool:
@@ -92,7 +92,7 @@ def _left(count: int, cap: float) -> int:
 def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None) -> RemovalBounds:
     """Return the bounds of a budget; `floors`, where they are higher than those of the shape. Raises Infeasible where the model has
     layers that cannot take the shape."""
-    n, floors = alignment(shape), floors or Floors.of(geometry)
+    n, gpus, floors = alignment(shape), Shape.read(shape).gpus, floors or Floors.of(geometry)
     if shape == "free":
         channels = [
             (cost, "an MLP channel") for cost, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m
@@ -104,24 +104,42 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
         return RemovalBounds(0, _removable(geometry, floors), fixed, *min(channels, default=(1, "a parameter")))
     _check_layers(geometry, n, shape)
     if n is None or is_uniform(shape):
-        return _uniform_bounds(geometry, floors, n or 1)
-    blocks, remainder = _blocks(geometry, n), _remainder_params(geometry, n)
-    removable = _removable(blocks, _of_blocks(geometry, floors, n))
+        return _uniform_bounds(geometry, floors, n or 1, gpus)
+    blocks, remainder = _blocks(geometry, n, gpus), _remainder_params(geometry, n)
+    removable = _removable(blocks, _of_blocks(geometry, floors, n, gpus))
+    together = max(_together(geometry, gpus))
     parts = [
         (cost, f"a block of {n} MLP channels")
         for cost, m in zip(blocks.channel_cost, blocks.mlp_width, strict=True)
         if m
     ]
-    parts += [(cost, "a KV group") for cost, k in zip(blocks.group_cost, blocks.kv_heads, strict=True) if k > 1]
+    group = "a KV group" if together == 1 else f"{together} KV groups of a layer"
+    parts += [(cost, group) for cost, k in zip(blocks.group_cost, blocks.kv_heads, strict=True) if k > 1]
     if remainder:
         parts = [(remainder, f"the MLP channels beyond multiples of {n}")]
-    fixed = f"embeddings, norms, {n} MLP channels and one KV group of every layer"
+    fixed = f"embeddings, norms, {n} MLP channels and {_groups(together)} of every layer"
     return RemovalBounds(remainder, remainder + removable, fixed, *min(parts, default=(1, "a parameter")))
 
 
-def largest_part(geometry: Geometry) -> int:
-    """Count the parameters of the most that goes at once where layers differ: the last KV group of one."""
-    return max(map(sum, zip(geometry.group_cost, geometry.last_group_extra, strict=True)))
+def largest_part(geometry: Geometry, shape: str) -> int:
+    """Count the parameters of the most that goes at once where layers differ: the last KV groups of one."""
+    return max(map(sum, zip(group_costs(geometry, shape), geometry.last_group_extra, strict=True)))
+
+
+def group_costs(geometry: Geometry, shape: str) -> tuple[int, ...]:
+    """Count the parameters of the KV groups of each layer that stay or go together."""
+    together = _together(geometry, Shape.read(shape).gpus)
+    return tuple(count * cost for count, cost in zip(together, geometry.group_cost, strict=True))
+
+
+def _together(geometry: Geometry, gpus: int) -> tuple[int, ...]:
+    """Return how many KV groups of each layer stay or go together where it is split over so many GPUs: as many, each with its
+    part; all of a layer with fewer, as each is copied to several GPUs."""
+    return tuple(min(k, gpus) for k in geometry.kv_heads)
+
+
+def _groups(count: int) -> str:
+    return "one KV group" if count == 1 else f"{count} KV groups"
 
 
 def _removable(geometry: Geometry, floors: Floors) -> int:
@@ -141,9 +159,22 @@ def _check_layers(geometry: Geometry, n: int | None, shape: str) -> None:
             raise Infeasible(
                 f"layer {layer} has no {part}, and shape {shape} keeps some in every layer; use --shape free"
             )
+    gpus, queries = Shape.read(shape).gpus, geometry.queries_per_kv
+
+    def splits(k: int, parts: int) -> bool:
+        return k % parts == 0 or (parts % k == 0 and k * queries % parts == 0)
+
+    for layer, k in enumerate(geometry.kv_heads):
+        if not splits(k, gpus):
+            fewer = max(parts for parts in range(1, gpus) if splits(k, parts))
+            raise Infeasible(
+                f"layer {layer} has {k * queries} query heads and {k} KV heads, which cannot be split over {gpus} GPUs: the first "
+                "must be a multiple of their number, the second a multiple or a divisor; use --tensor-parallel "
+                f"{fewer}{' (the default)' * (fewer == 1)}"
+            )
     narrowest = min(geometry.mlp_width)
     if n is not None and narrowest < n:
-        fits = 2 ** max(narrowest.bit_length() - 2, 0)
+        fits = 2 ** max((narrowest // gpus).bit_length() - 2, 0)
         raise Infeasible(
             f"the MLP of layer {geometry.mlp_width.index(narrowest)} has {narrowest} channels, fewer than the {n} that every layer "
             f"keeps in shape {shape}; use a smaller --align, e.g. --align {fits}"
@@ -157,56 +188,80 @@ def _remainder_params(geometry: Geometry, n: int) -> int:
     return sum(m % n * cost for m, cost in zip(geometry.mlp_width, geometry.channel_cost, strict=True))
 
 
-def _blocks(geometry: Geometry, n: int) -> Geometry:
-    """Return the geometry in which an MLP channel is a block of n that may be removed: all whole blocks but the best of each
-    layer."""
+def _blocks(geometry: Geometry, n: int, gpus: int) -> Geometry:
+    """Return the geometry in which an MLP channel is a block of n that may be removed, all whole blocks but the best of each layer;
+    and a KV group are those that go together."""
+    together = _together(geometry, gpus)
     return replace(
         geometry,
+        kv_heads=tuple(k // count for k, count in zip(geometry.kv_heads, together, strict=True)),
+        group_cost=tuple(count * cost for count, cost in zip(together, geometry.group_cost, strict=True)),
         mlp_width=tuple(m // n - 1 for m in geometry.mlp_width),
         channel_cost=tuple(n * cost for cost in geometry.channel_cost),
     )
 
 
-def _of_blocks(geometry: Geometry, floors: Floors, n: int) -> Floors:
-    """Return the floors in that geometry: every layer keeps a KV group, and as many blocks as hold its channels, of those that it
+def _of_blocks(geometry: Geometry, floors: Floors, n: int, gpus: int) -> Floors:
+    """Return the floors in that geometry: every layer keeps a block of KV groups, and as many as hold its floors, of those that it
     has."""
-    pairs = zip(geometry.mlp_width, floors.channels, strict=True)
-    blocks = tuple(min(m // n, max(1, math.ceil(least / n))) - 1 for m, least in pairs)
-    return Floors(tuple(max(1, least) for least in floors.groups), blocks)
+
+    def blocks(sizes: tuple[int, ...], least: tuple[int, ...], counts: tuple[int, ...]) -> list[int]:
+        return [min(s // n, max(1, math.ceil(of / n))) for s, of, n in zip(sizes, least, counts, strict=True)]
+
+    groups = blocks(geometry.kv_heads, floors.groups, _together(geometry, gpus))
+    channels = blocks(geometry.mlp_width, floors.channels, (n,) * geometry.num_layers)
+    return Floors(tuple(groups), tuple(count - 1 for count in channels))
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """A selection among blocks of n channels. In each layer the channels ascend by score; the lowest M mod n are always removed,
-    each further n are a block, scored by its mean, and the last block is always kept."""
+    """A selection among blocks of n channels and of the KV groups that GPUs share. In each layer the channels ascend by score; the
+    lowest M mod n are always removed, each further n are a block, scored by its mean, and the last block is always kept. So are
+    the KV groups, as many in a block as there are GPUs."""
 
-    n: int
-    order: tuple[np.ndarray, ...]  # per layer: channels by ascending score [M]
-    scores: GroupScores  # of KV groups, and of the blocks that may be removed
-    geometry: Geometry  # its MLP channels are these blocks
+    groups: tuple[np.ndarray, ...]  # per layer: KV groups by ascending score [blocks, members]
+    channels: tuple[np.ndarray, ...]  # per layer: the channels of whole blocks [blocks, n]
+    scores: GroupScores  # of blocks of KV groups, and of the blocks of channels that may be removed
+    geometry: Geometry  # its KV groups and MLP channels are these blocks
     floors: Floors  # of these
     remainder_params: int  # of the channels that are always removed
 
     @classmethod
-    def of(cls, scores: GroupScores, geometry: Geometry, floors: Floors, n: int) -> Aligned:
-        order = tuple(np.argsort(values, kind="stable") for values in scores.mlp)
-        means = tuple(
-            # exactly rounded: a block never scores below one whose channels are all lower, whatever the machine
-            np.array(
-                [math.fsum(block) / n for block in values[ascending][len(values) % n : -n].reshape(-1, n).tolist()]
-            )
-            for values, ascending in zip(scores.mlp, order, strict=True)
+    def of(cls, scores: GroupScores, geometry: Geometry, floors: Floors, n: int, gpus: int) -> Aligned:
+        together = _together(geometry, gpus)
+        groups = tuple(_ascending(values, count) for values, count in zip(scores.attention, together, strict=True))
+        channels = tuple(_ascending(values, n) for values in scores.mlp)
+        means = GroupScores(
+            tuple(map(_means, scores.attention, groups)),
+            tuple(_means(values, blocks[:-1]) for values, blocks in zip(scores.mlp, channels, strict=True)),
         )
-        blocks = GroupScores(scores.attention, means), _blocks(geometry, n), _of_blocks(geometry, floors, n)
-        return cls(n, order, *blocks, _remainder_params(geometry, n))
+        blocks = _blocks(geometry, n, gpus), _of_blocks(geometry, floors, n, gpus)
+        return cls(groups, channels, means, *blocks, _remainder_params(geometry, n))
 
-    def channels(self, kept_blocks: Kept) -> Kept:
-        """Return the channels of these blocks, and of the last one of each layer."""
-        kept = []
-        for order, blocks in zip(self.order, kept_blocks, strict=True):
-            whole = order[len(order) % self.n :].reshape(-1, self.n)
-            kept.append(tuple(np.sort(whole[[*blocks, -1]], axis=None).tolist()))
-        return tuple(kept)
+    def members(self, kept_groups: Kept, kept_channels: Kept) -> tuple[Kept, Kept]:
+        """Return the KV groups and channels of these blocks, and the channels of the last one of each layer."""
+        groups = zip(self.groups, kept_groups, strict=True)
+        channels = zip(self.channels, kept_channels, strict=True)
+        return (
+            tuple(_sorted(blocks[list(kept)]) for blocks, kept in groups),
+            tuple(_sorted(blocks[[*kept, -1]]) for blocks, kept in channels),
+        )
+
+
+def _ascending(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of `values` by ascending score in blocks of so many [blocks, count], without the lowest that are too few
+    for one."""
+    return np.argsort(values, kind="stable")[len(values) % count :].reshape(-1, count)
+
+
+def _means(values: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """Return the mean score of each block, exactly rounded: a block never scores below one whose members are all lower, whatever
+    the machine."""
+    return np.array([math.fsum(block) / blocks.shape[1] for block in values[blocks].tolist()])
+
+
+def _sorted(indices: np.ndarray) -> tuple[int, ...]:
+    return tuple(np.sort(indices, axis=None).tolist())
 
 
 # Uniform: K KV groups and M channels in every layer.
@@ -217,16 +272,18 @@ def _uniform_removed(geometry: Geometry, k: int, m: int) -> int:
     return groups + sum((have - m) * cost for have, cost in zip(geometry.mlp_width, geometry.channel_cost, strict=True))
 
 
-def _uniform_ends(geometry: Geometry, floors: Floors, n: int) -> tuple[tuple[int, ...], int, int]:
+def _uniform_ends(geometry: Geometry, floors: Floors, n: int, gpus: int) -> tuple[tuple[int, ...], int, int]:
     """Return the numbers of KV groups that a plain config can state and all layers may keep, ascending; and the least and the
     largest MLP width, multiples of n."""
-    heads = tuple(k for k in geometry.uniform_kv_heads if k >= max(floors.groups)) or geometry.uniform_kv_heads[-1:]
+    together = max(_together(geometry, gpus))
+    heads = tuple(k for k in geometry.uniform_kv_heads if k % together == 0)
+    heads = tuple(k for k in heads if k >= max(floors.groups)) or heads[-1:]
     widest = min(geometry.mlp_width) // n * n
     return heads, min(-(-max(1, *floors.channels) // n) * n, widest), widest
 
 
-def _uniform_bounds(geometry: Geometry, floors: Floors, n: int) -> RemovalBounds:
-    heads, narrowest, widest = _uniform_ends(geometry, floors, n)
+def _uniform_bounds(geometry: Geometry, floors: Floors, n: int, gpus: int) -> RemovalBounds:
+    heads, narrowest, widest = _uniform_ends(geometry, floors, n, gpus)
     step = n * sum(geometry.channel_cost)
     least = _uniform_removed(geometry, heads[-1], widest)
     block = "an MLP channel" if n == 1 else f"a block of {n} MLP channels"
@@ -242,18 +299,18 @@ def _uniform_bounds(geometry: Geometry, floors: Floors, n: int) -> RemovalBounds
 
 
 def uniform(
-    scores: GroupScores, geometry: Geometry, floors: Floors, target: int, whole: int | None, n: int = 1
+    scores: GroupScores, geometry: Geometry, floors: Floors, target: int, whole: int | None, n: int, gpus: int
 ) -> tuple[Kept, Kept]:
     """Return kept KV groups and MLP channels, the same numbers in every layer, each layer its best ones.
 
-    For each K that a plain config can state, M is the smallest multiple of n that does not remove more than the target. Of these
-    pairs those count that miss it by less than n MLP channels of every layer (where none does: the nearest), and of them the one
-    that keeps the most importance, the sum of score times cost; a tie goes to more KV groups.
+    For each K that a plain config can state and the GPUs can share, M is the smallest multiple of n that does not remove more than
+    the target. Of these pairs those count that miss it by less than n MLP channels of every layer (where none does: the nearest),
+    and of them the one that keeps the most importance, the sum of score times cost; a tie goes to more KV groups.
     With `whole`, which is removed in the end, they are found for that, and of the pairs on the way there the one counts that
     removes most within the target; a tie goes to the most importance. Both must be within `removal_bounds`.
     """
     step = n * sum(geometry.channel_cost)
-    heads, narrowest, widest = _uniform_ends(geometry, floors, n)
+    heads, narrowest, widest = _uniform_ends(geometry, floors, n, gpus)
 
     def within(budget: int, least_k: int, least_m: int) -> list[tuple[int, int, int]]:
         """Return parameters missing to the budget, K, M."""

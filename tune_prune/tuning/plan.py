@@ -36,6 +36,7 @@ class SearchSettings:
     pruning_ratio: float | None = None
     shape: str | None = None
     align: int | None = None
+    tensor_parallel: int | None = None
     revision: str | None = None
     calibration: str | None = None
     data_dir: str | None = None
@@ -88,7 +89,7 @@ class ModelPlan:
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        """The shapes of its trials: "free", "aligned-N", "uniform" or "uniform-N"."""
+        """The shapes of its trials: "free", "aligned-N", "uniform" or "uniform-N", the last three also with "-tpN"."""
         return tuple(dict.fromkeys(config.shape for config in self.configs))
 
     def identity(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tune_prune.checkpoint import manifest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.kinds import Shape
 from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, loading
 from tune_prune.models.geometry import Geometry
@@ -48,7 +49,7 @@ def space(settings: SearchSettings) -> SearchSpace:
         values["recovery"] = ("none", "lora")
     if "shape" not in loaded.given and settings.shape is None:
         values["shape"] = (shapes.BY_SIZE,)
-    values["shape"] = aligned(values["shape"], settings.align)
+    values["shape"] = aligned(values["shape"], settings.align, settings.tensor_parallel)
     number = loaded.num_trials if searched_by == "optuna" else None
     searched = replace(loaded, search=searched_by, values=values, num_trials=number)
     if searched.combinations > search_space.MAX_POINTS:
@@ -78,19 +79,32 @@ def space(settings: SearchSettings) -> SearchSpace:
     return searched
 
 
-def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
-    """Return the shapes with the N of --align, where one is given, for `aligned` and `uniform`; without a shape it is that of
-    `aligned`. Raises UserError where it fits none of them, and where one has another N."""
-    if align is None:
-        return names
-    numbered = {"aligned": f"aligned-{align}", "uniform": f"uniform-{align}", shapes.BY_SIZE: f"aligned-{align}"}
-    if other := [name for name in names if name[-1].isdigit() and name not in numbered.values()]:
-        raise UserError(f"--align is {align}, but the shape is {other[0]}; leave one of the two numbers out")
-    if set(names) == {"free"}:
+def aligned(names: tuple[str, ...], align: int | None, gpus: int | None) -> tuple[str, ...]:
+    """Return the shapes with the numbers of --align and --tensor-parallel, where they are given, for `aligned` and `uniform`;
+    without a shape they are those of `aligned`. Raises UserError where they fit no shape, and where one has another number."""
+    asked = {name: Shape("aligned") if name == shapes.BY_SIZE else Shape.read(name) for name in names}
+    for flag, field, number in (("--align", "align", align), ("--tensor-parallel", "gpus", gpus)):
+        usual = Shape._field_defaults[field]
+        other = [name for name, shape in asked.items() if getattr(shape, field) not in (usual, number)]
+        if number is not None and other:
+            raise UserError(f"{flag} is {number}, but the shape is {other[0]}; leave one of the two numbers out")
+    kinds = {shape.kind for shape in asked.values()}
+    if align is not None and kinds == {"free"}:
         raise UserError(
             f"--align {align} is for --shape aligned or uniform, but the shape is free; leave one of them out"
         )
-    return tuple(dict.fromkeys(numbered.get(shape, shape) for shape in names))
+    if gpus is None or gpus == 1:
+        if align is None:
+            return names
+    elif "free" in kinds:
+        raise UserError(
+            f"--tensor-parallel {gpus} needs widths that are multiples of {gpus}, but the shape is free; use --shape aligned"
+        )
+    numbered = {
+        name: name if shape.kind == "free" else str(shape._replace(align=align or shape.align, gpus=gpus or shape.gpus))
+        for name, shape in asked.items()
+    }
+    return tuple(dict.fromkeys(numbered.values()))
 
 
 def _check(settings: SearchSettings, loaded: SearchSpace, searched: SearchSpace) -> None:
