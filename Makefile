@@ -1,6 +1,6 @@
 # Everything a fresh machine needs is Python >= 3.11 with pip.
-#   make demo    six trials on a toy model for a first result, then a whole search (45 trials), its report in results/ and its best
-#                model in results/tiny-llama-pruned; installs what tune_prune needs and not the developers' tools
+#   make demo    a smaller toy model by one command, then a whole search (45 trials), its report in results/ and its best model in
+#                results/tiny-llama-pruned; installs what tune_prune needs and not the developers' tools
 #   make test    the tests, but for those that make test-slow runs: whole searches, kills of them, benchmarks, and most of what takes
 #                five seconds (fifteen minutes more)
 #   make test-oldest   the tests of checkpoints and of whole searches on Ray with the oldest packages that pyproject.toml admits, in
@@ -30,8 +30,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-slow test-oldest test-newest torture study lint check format train clean
 
 demo: $(INSTALLED)
-	@echo "1 of 4: a first search, 6 ways to prune the toy model tiny-llama; a minute"
-	$(BIN)/tune-prune search --model tiny-llama --search-space smoke
+	@echo "1 of 4: a smaller toy model by one command; a minute"
+	$(BIN)/tune-prune shrink tiny-llama --output results/tiny-llama-shrunk
 	@echo; echo "2 of 4: a whole search, 45 ways; minutes (stop it with Ctrl-C, and make demo goes on)"
 	$(BIN)/tune-prune search --model tiny-llama
 	@echo; echo "3 of 4: the report"

@@ -150,7 +150,7 @@ class Reader:
         needs |= name in ("search", "evaluate") and "DIR" in words and "--data-dir" not in words  # the hub's texts
         space = words[words.index("--search-space") + 1] if "--search-space" in words else ""
         runs = name == "search" and "--dry-run" not in words and not needs and space.endswith(QUICK_SPACES)
-        if name == "search" and not needs:
+        if name in ("search", "shrink") and not needs:
             words.append("--inline" if runs else "--dry-run")
         main = importlib.import_module(COMMANDS[name][0]).main
         told, errors = io.StringIO(), io.StringIO()

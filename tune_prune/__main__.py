@@ -11,6 +11,7 @@ from tune_prune.core.parser import versions
 from tune_prune.core.terminal import say
 
 COMMANDS = {  # module, what it does
+    "shrink": ("tune_prune.commands.shrink", "make a smaller model, from start to end"),
     "search": ("tune_prune.commands.search", "try many ways to prune a model, and test each"),
     "analysis": ("tune_prune.commands.analysis", "report on a search: which way is best, and how sure that is"),
     "prune": ("tune_prune.commands.prune", "save the best pruned model"),
@@ -23,7 +24,7 @@ HELP = "\n".join(
         "\nMake a language model smaller, and see what it costs you.\n",
         *(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items()),
         "\na first try, in a minute on a CPU:",
-        "  tune-prune search --model tiny-llama --search-space smoke",
+        "  tune-prune shrink tiny-llama",
         "\nEach command has --help. tune-prune --version prints versions.",
     ]
 )

@@ -23,7 +23,15 @@ SHORT = {
 }
 # A line, and behind ` : ` the words that its sentence must have, with ` ; ` between them.
 LINES = r"""
-serch --model tiny-llama : unknown command 'serch' ; did you mean 'search'? ; known: analysis, evaluate, prune, search, speed
+serch --model tiny-llama : unknown command 'serch' ; did you mean 'search'? ; evaluate, prune, search, shrink, speed
+shrink : MODEL is missing ; tune-prune shrink tiny-llama
+shrink tiny-llama tiny-qwen2 : 2 models are given ; name one
+shrink tiny-llamma --dry-run : unknown model 'tiny-llamma' ; did you mean 'tiny-llama'?
+shrink tiny-llama --for vlm --dry-run : --for: unknown value 'vlm'; did you mean 'vllm'?
+shrink tiny-llama --for mlx --shape free : unknown flag --shape
+shrink tiny-llama --quick --thorough : --quick and --thorough ; leave one of them out
+shrink tiny-llama --gpu 4090 : --gpu ; add --dry-run
+shrink tiny-llama --dry-run --output file : --output ; is not a folder
 search : --model is missing ; (see tune-prune search --help)
 search --model : --model: expected one argument
 search tiny-llama : unrecognized arguments: tiny-llama
@@ -39,7 +47,6 @@ search TINY --revision main : --revision main ; tiny-llama is an embedded model 
 search SPACE papergrid : search space 'papergrid' is unknown ; did you mean 'paper_grid'? ; the path of a YAML file
 search TINY --search random : --search: unknown value 'random'; known: grid, optuna
 search TINY --num-trials 3 : --num-trials 3 is for --search optuna ; leave it out
-search TINY --objective kl : --objective kl is for --search optuna ; analysis --rule kl
 search TINY --search optuna --num-trials 0 : --num-trials: '0' ; from 1
 search TINY --search optuna --num-trials 7 : 7 ; only 6 ; at most 6
 search TINY --pruning-ratio 0 : --pruning-ratio: '0' ; above 0 and below 1

@@ -174,6 +174,15 @@ def test_of_what_may_be_the_best_some_are_trained_on_their_draws(measured) -> No
     assert not keys & second
 
 
+def test_with_another_objective_the_best_by_that_are_trained(measured) -> None:
+    plan, findings, given = measured
+    (model,) = findings.models.values()
+    plan = replace(plan, settings=replace(plan.settings, objective="perplexity"))
+    (chosen,), _ = to_train(plan, findings, given)
+    assert list(chosen.configurations) == model.eligible.sort_values("ppl", kind="stable")["name"].tolist()[:3]
+    assert chosen.by == "perplexity" and ", by perplexity\n" in str(chosen)
+
+
 @pytest.mark.parametrize(
     ("failure", "passes", "more"), [("error", True, None), ("lost_worker", False, 2), ("infeasible", False, None)]
 )

@@ -201,6 +201,42 @@ def _memory(of: str) -> Option:
     return replace(MEMORY, help=MEMORY.help.format(of))
 
 
+SHRINK = Command(
+    usage="MODEL",
+    description="Make a model smaller: search the best way, save the model, measure it, and say how to run it.\n"
+    "Stop it at any time: the same command goes on where it stopped.",
+    examples={
+        "tiny-llama": "a toy model, in a minute on a CPU",
+        "qwen2.5 --dry-run --gpu 4090": "what it would cost on a GPU that you need not own",
+        "qwen2.5 --for llama.cpp": "a GGUF file",
+    },
+    common={
+        "what to make": ("MODEL", "--pruning-ratio", "--for", "--output"),
+        "faster or better": ("--quick", "--thorough", "--calibration"),
+        "before you start": ("--data-dir", "--dry-run", "--gpu"),
+    },
+    groups={
+        "options": (
+            replace(MODEL, kind=Several(Text()), metavar="MODEL", once=False, positional=True),
+            _hyperparameter("pruning_ratio"),
+            Option("for", Choice(("transformers", "vllm", "llama.cpp", "mlx")), "ENGINE",
+                """where it will run, which decides shape and files (default: %(default)s)
+                transformers  PEFT and lm-eval, too
+                vllm          an OpenAI server
+                llama.cpp     GGUF, for Ollama, too
+                mlx           Macs""", default="transformers"
+            ),
+            Option("output", Text(), "DIR", "folder to write, a new one (default: of model, ratio and engine)"),
+            switch("quick", "try 3 ways on few questions, and train none"),
+            switch("thorough", "try 12 ways with more text on all questions, and train 4"),
+            CALIBRATION,
+            DATA_DIR,
+            switch("dry_run", "check everything, say whether it fits and how long it takes, and stop"),
+            Option("gpu", GpuKind(), "KIND", "with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB"),
+        ),
+    },
+)
+
 SEARCH = Command(
     usage="--model NAME",
     description="Try many ways to prune a model, test each, and report the best.\n"
@@ -226,6 +262,8 @@ SEARCH = Command(
             Option("search_space", Text(), "SPACE",
                 """which ways to try (default: %(default)s)
                 recommended  12, the best in our tests: start here with a real model
+                quick        3 of these, with little text
+                thorough     12 that take longer, with more text
                 paper_grid   45, those of a published search (docs/methods.md)
                 smoke        6, quick: does everything work?
                 FILE.yaml    your own (docs/search_spaces.md)
@@ -244,7 +282,7 @@ SEARCH = Command(
                 "with optuna: trials of each model, pruning ratio and training (default: as the space says, else 20)"
             ),
             Option("objective", Choice(tuple(MEASURES)), "SCORE",
-                """what optuna looks for and chooses the best by; after a grid: analysis --rule (default: %(default)s)
+                """what the best is chosen by, what --recover trains and optuna looks for (default: %(default)s)
                 accuracy      share of questions answered right
                 perplexity    how well it predicts text
                 gold_logprob  how likely it finds the right answers; tells models apart where accuracy is guessing
@@ -515,7 +553,14 @@ ANALYSIS = Command(
     },
 )
 # fmt: on
-COMMANDS = {"search": SEARCH, "prune": PRUNE, "evaluate": EVALUATE, "speed": SPEED, "analysis": ANALYSIS}
+COMMANDS = {
+    "shrink": SHRINK,
+    "search": SEARCH,
+    "prune": PRUNE,
+    "evaluate": EVALUATE,
+    "speed": SPEED,
+    "analysis": ANALYSIS,
+}
 # By command and name; a function of the Python API has those of its command.
 OPTIONS = {
     command: {option.name: option for group in about.groups.values() for option in group}
@@ -533,6 +578,7 @@ OPTIONS["open"] = OPTIONS["evaluate"] | {
 # Options that nothing reads without another one, by command: the option, the one that it needs, the end of the sentence.
 # fmt: off
 NEEDS = {
+    "shrink": (("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out"),),
     "search": (
         ("json", "status", "is for --status; leave it out, or give --log-json for the events of a search"),
         ("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"),

@@ -38,11 +38,11 @@ NAMED_TESTS = 3  # so many benchmarks have their names in the line of the tests
 Row = tuple[str, str]  # its name, and what it says
 
 
-def summary(plan: Plan) -> str:
-    """Return the plan in about ten lines."""
+def summary(plan: Plan, details: bool = True) -> str:
+    """Return the plan in about ten lines; `details`: the last one says how to see more."""
     warnings = [(model.run.label, note) for model in plan.models for note in model.workload.warnings]
-    details = ("details", "--verbose says what each step takes: time, tokens, memory")
-    return "\n".join(lines([*_rows(plan, warnings), details]))
+    more = [("details", "--verbose says what each step takes: time, tokens, memory")] if details else []
+    return "\n".join(lines([*_rows(plan, warnings), *more]))
 
 
 def details(plan: Plan) -> str:

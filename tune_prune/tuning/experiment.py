@@ -89,7 +89,7 @@ def check(
             known = old.get("texts", {})
             texts = {name: known.get(name, data) for name, data in new.get("texts", {}).items()}
             changes += [f"{label}: {change}" for change in _changes(_flat(old | {"texts": texts}), _flat(new))]
-    if objective is not None and about.get("search") == "optuna":
+    if objective is not None and (about.get("search") == "optuna" or about.get("recovered")):
         before = (about.get("settings") or {}).get("objective", "accuracy")
         changes += [f"objective was {before}, is {objective}"] if before != objective else []
     if changes:

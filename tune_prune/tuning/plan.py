@@ -153,8 +153,9 @@ class Plan:
 
     @property
     def objective(self) -> str | None:
-        """The measure that the search looks for; None: it tries all."""
-        return self.settings.objective if self.space.search == "optuna" else None
+        """The measure that decides which trials are run, by Optuna or by --recover; None: all are, whatever is best."""
+        decides = self.space.search == "optuna" or self.settings.recover is not None
+        return self.settings.objective if decides else None
 
     @property
     def trials_per_model(self) -> int:

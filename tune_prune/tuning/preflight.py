@@ -197,7 +197,7 @@ def _plan_model(
         checks.check_data(run)
         by_right_choices = {
             "--scheduler race-gold": settings.scheduler == "race-gold",
-            "--objective gold_logprob": space.search == "optuna" and settings.objective == "gold_logprob",
+            "--objective gold_logprob": settings.objective == "gold_logprob",
             "--draws-by gold_logprob": settings.draws is not None and settings.draws_by == "gold_logprob",
             "--kl-filter": settings.kl_filter,
         }

@@ -142,11 +142,6 @@ def _check(settings: SearchSettings, loaded: SearchSpace, searched: SearchSpace)
             "or list it there, too",
         ),
         (
-            grid and settings.objective != "accuracy",
-            f"--objective {settings.objective} is for --search optuna; leave it out, and choose with analysis --rule "
-            f"{settings.objective}",
-        ),
-        (
             grid and settings.num_trials,
             f"--num-trials {settings.num_trials} is for --search optuna, and a grid tries all; leave it out, or use that",
         ),

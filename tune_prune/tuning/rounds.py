@@ -6,7 +6,7 @@ measure of --draws-by get more (analysis.statistics.draws.next_draws).
 `--recover N`: a training takes longer than everything else of a trial. So of each model and pruning ratio N are trained of those
 that may still be the most accurate (the confidence set, docs/analysis.md), on each draw of calibration samples that they were
 given. Accuracy cannot tell these apart; the log-probability of right choices, which says more per item, does: the N with the
-highest, or, where tasks have none, the N most accurate.
+highest, or, where tasks have none, the N most accurate. With another --objective than accuracy the N best by that are trained.
 
 Each decision follows from the records of the trials that were given before it and from nothing else, so a search that was killed
 decides the same again.
@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 
 from tune_prune.analysis.input.items import GOLD
 from tune_prune.analysis.input.reading import study_of_search
@@ -39,6 +40,13 @@ _BEST = {
     "gold_logprob": "the best by right answers",
     "kl": "the closest to the original",
 }  # by --draws-by
+_BY = {
+    "acc_mean": "accuracy",
+    "perplexity": "perplexity",
+    "gold_logprob": "the likelihood of right answers",
+    GOLD: "the likelihood of right answers",
+    "kl": "the distance from the original",
+}  # by `Trained.by`
 
 
 @dataclass(frozen=True)
@@ -195,25 +203,21 @@ class Trained:
     model: str  # label, with the pruning ratio where there are several
     configurations: tuple[str, ...]  # without training, the best first
     of: int  # configurations that were compared
-    tied: int  # of which so many may still be the most accurate
+    tied: int  # those that were chosen from: all that may still be the most accurate, or that have the objective
     by: str  # the measure that chose among those
 
     def __str__(self) -> str:
         names = "".join(f"\n{'':13}{name}" for name in self.configurations)
-        by = "the likelihood of right answers" if self.by == GOLD else "accuracy"
-        return f"{self.model}: training the {len(self.configurations)} most promising of {self.of}, by {by}{names}"
+        return f"{self.model}: training the {len(self.configurations)} most promising of {self.of}, by {_BY[self.by]}{names}"
 
 
 def to_train(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list[Trained], set[str]]:
     """Return what is trained by the `findings` of what was `given` (trial keys), and the keys of those trials."""
     chosen, keys = [], set[str]()
     for model in findings.models.values():
-        tied = model.eligible[model.eligible["in_confidence_set"]]
-        by = GOLD if GOLD in tied and tied[GOLD].notna().all() else "acc_mean"
-        # By accuracy they are in that order already.
-        ordered = tied.sort_values(GOLD, ascending=False, kind="stable") if by == GOLD else tied
-        best = ordered.head(plan.settings.recover)
-        chosen.append(Trained(model.model.label, tuple(best["name"]), len(model.eligible), len(tied), by))
+        by, candidates = _promising(model, plan.settings.objective)
+        best = candidates.head(plan.settings.recover)
+        chosen.append(Trained(model.model.label, tuple(best["name"]), len(model.eligible), len(candidates), by))
         for of_model in plan.models:
             by_key = {spec.key: spec.config for spec in of_model.trials}
             untrained = {config: key for key, config in by_key.items()}
@@ -225,3 +229,15 @@ def to_train(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[li
                     # A method that reads no seed has one draw of the untrained configuration, and several trained ones.
                     keys |= {key} if untrained.get(before, untrained.get(any_draw)) in given else set()
     return chosen, keys
+
+
+def _promising(model: ModelFindings, objective: str) -> tuple[str, pd.DataFrame]:
+    """Return the measure that orders the configurations which may be trained, and their rows, the best first."""
+    rows = model.eligible
+    scores = score(rows, objective)
+    if objective != "accuracy" and not np.isnan(scores).all():
+        return objective, rows.iloc[np.argsort(-scores, kind="stable")[: int(np.isfinite(scores).sum())]]
+    tied = rows[rows["in_confidence_set"]]
+    if GOLD in tied and tied[GOLD].notna().all():
+        return GOLD, tied.sort_values(GOLD, ascending=False, kind="stable")
+    return "acc_mean", tied  # in that order already
