@@ -30,6 +30,7 @@ shrink tiny-llamma --dry-run : unknown model 'tiny-llamma' ; did you mean 'tiny-
 shrink tiny-llama --for vlm --dry-run : --for: unknown value 'vlm'; did you mean 'vllm'?
 shrink tiny-llama --for mlx --shape free : unknown flag --shape
 shrink tiny-llama --quick --thorough : --quick and --thorough ; leave one of them out
+shrink tiny-llama --tensor-parallel 2 : --tensor-parallel 2 is for vLLM ; add --for vllm
 shrink tiny-llama --gpu 4090 : --gpu ; add --dry-run
 shrink tiny-llama --dry-run --output file : --output ; is not a folder
 search : --model is missing ; (see tune-prune search --help)

@@ -19,7 +19,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 TOP = tuple(  # each starts a command line; none is in the table
-    f"tune_prune.{name}" for name in ("__main__", "search", "prune", "evaluate", "speed", "analysis.__main__")
+    f"tune_prune.{name}" for name in ("__main__", "shrink", "search", "prune", "evaluate", "speed", "analysis.__main__")
 )
 SIDE = "side"
 PRUNED = "tune_prune.models.pruned"

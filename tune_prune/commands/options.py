@@ -227,6 +227,7 @@ SHRINK = Command(
                 mlx           Macs""", default="transformers"
             ),
             Option("output", Text(), "DIR", "folder to write, a new one (default: of model, ratio and engine)"),
+            replace(TENSOR_PARALLEL, help="with --for vllm: GPUs over which every layer can be split (default: 1)"),
             switch("quick", "try 3 ways on few questions, and train none"),
             switch("thorough", "try 12 ways with more text on all questions, and train 4"),
             CALIBRATION,

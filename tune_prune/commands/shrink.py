@@ -85,6 +85,8 @@ def _main(argv: list[str]) -> None:
         raise UserError(f"{given}; name one, e.g. tune-prune shrink tiny-llama")
     if args.quick and args.thorough:
         raise UserError("--quick and --thorough are given; leave one of them out")
+    if args.tensor_parallel is not None and vars(args)["for"] != "vllm":
+        raise UserError(f"--tensor-parallel {args.tensor_parallel} is for vLLM; add --for vllm, or leave it out")
     again = shlex.join(["tune-prune", "shrink", *argv])
     with started_early(not args.dry_run), ending.advised(f"what is done is kept; to go on:\n  {again}"):
         _shrink(args)
@@ -131,6 +133,7 @@ def _asked(args: argparse.Namespace, effort: Effort, shape: str | None) -> dict[
         "model": args.model,
         "pruning_ratio": args.pruning_ratio,
         "shape": shape,
+        "tensor_parallel": args.tensor_parallel,
         "calibration": args.calibration,
         "data_dir": args.data_dir,
         "objective": RULE,
