@@ -190,9 +190,8 @@ def chosen(results: Results) -> tuple[str, list[tuple[str, str]]]:
         ("", f"its predictions are the closest to the original's: KL {printed(distance[label], 'nats')} nats"),
     ]
     if marked > 1:
-        lines.append(
-            ("why", f"accuracy cannot tell the best {marked} of {len(rows)} apart, and KL sees every prediction")
-        )
+        which = f"the {marked}" if marked == len(rows) else f"the best {marked} of {len(rows)}"
+        lines.append(("why", f"accuracy cannot tell {which} apart, and KL sees every prediction"))
     by_right = score(rows, "gold_logprob")
     if not math.isnan(_best(by_right)):
         name = rows["name"].iloc[int(by_right.argmax())]
