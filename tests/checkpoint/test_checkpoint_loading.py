@@ -188,16 +188,26 @@ def test_the_config_says_what_each_layer_is(cases):
     assert dropped["no_rope_layers"] == [1, 0, 1]
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "qwen2-sliding", "qwen3-biases-tied", "granite-biases-tied"])
-def test_a_group_of_zeros_in_place_of_lost_attention_changes_no_logit(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "shape", "widths"),
+    [
+        ("qwen2-sliding", "attention of a middle layer", (1, 40)),
+        ("qwen3-biases-tied", "attention of a middle layer", (1, 40)),
+        ("granite-biases-tied", "MLP of a middle layer", (4, 1)),
+        ("llama-biases", "both of a middle layer", (1, 1)),
+    ],
+)
+def test_zeros_in_place_of_lost_blocks_for_vllm_change_no_logit(family, shape, widths, tmp_path):
     model = build_tiny(family, torch.float32)
-    plan = plan_of(model, FAMILIES[model.config.model_type], *SHAPES["attention of a middle layer"])
+    plan = plan_of(model, FAMILIES[model.config.model_type], *SHAPES[shape])
     as_saved(model, plan, "vllm").save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    attention = again.model.layers[1].self_attn
-    assert (attention.k_proj.out_features, attention.q_proj.out_features) == (6, 2 * 6)
-    assert not any(getattr(attention, f"{part}_proj").weight.any() for part in "qkvo")
-    assert [again.model.layers[at].self_attn.k_proj.out_features for at in (0, 2, 3)] == [24, 24, 12]
+    layer = again.model.layers[1]
+    assert (layer.self_attn.k_proj.out_features // 6, layer.mlp.down_proj.in_features) == widths
+    gone = [block for block, left in zip((layer.self_attn, layer.mlp), widths, strict=True) if left == 1]
+    assert gone and not any(
+        p.any() for block in gone for name, p in block.named_parameters() if name.endswith("proj.weight")
+    )
     with torch.no_grad():
         found, expected = again(tokens()).logits, zeroed(model, plan)(tokens()).logits
     assert (found - expected).abs().max() <= FLOAT32_TOLERANCE

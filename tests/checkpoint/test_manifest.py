@@ -282,7 +282,7 @@ def test_a_checkpoint_for_vllm_attends_in_every_layer_and_says_so(context: Trial
     assert manifest.verify(source, loading.load_config(source)) == about and torch.equal(logits["hf"], logits["vllm"])
     assert loaded.geometry.kv_heads == (2, 1, 1, 3) and loaded.geometry.mlp_width == (64, 0, 8, 64)
     assert about.notes == [
-        "layer 3 has a KV group of zeros in place of the lost attention, as vLLM needs some in every layer"
+        "layer 3 has a KV group of zeros in place of the lost attention, as vLLM needs one in every layer"
     ]
     added = about.sizes["padded"].params - about.sizes["pruned"].params
     assert added == context.loaded.geometry.group_cost[3] and about.params == about.sizes["padded"].params

@@ -2,15 +2,15 @@
 
 A layer that has lost both its blocks passes its input on, so it is dropped and those behind it are renumbered; unless
 biases of its last projections remain, which it still adds. Where layers differ, the format hf-padded fills every one with zeros
-to the widest, and where one has no attention, the format vllm gives it a KV group of zeros: the logits stay the same, and part of
-the smaller size is lost.
+to the widest, and the format vllm puts a KV group of zeros where attention is lost: the logits stay the same, and part of the
+smaller size is lost.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -169,13 +169,15 @@ def _plain(config: PretrainedConfig) -> dict[str, Any]:
 
 def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: Geometry, fmt: str) -> Sketch:
     """Return a pruned model, whose empty layers are dropped, as its files describe it: of the class of `dense` where the family's
-    config can state its widths or where (format "hf-padded") zeros fill every layer up to the widest, else of an own class. In the
-    format "vllm" a layer without attention has a KV group of zeros. `geometry`: that of `dense`."""
-    sizes = widths(pruned.model, family)
-    if fmt == "vllm":  # it makes a cache for every layer, and refuses one that does not attend
-        group = {"heads": geometry.queries_per_kv, "kv_heads": 1}
-        sizes = tuple(size if size.kv_heads else replace(size, **group) for size in sizes)
+    config can state its widths or where (format "hf-padded") zeros fill every layer up to the widest, else of an own class. No
+    layer is narrower than `least_widths`. `geometry`: that of `dense`."""
     config, model_class, weights = pruned.model.config, type(dense), pruned.weights
+    groups, channels = least_widths(config, fmt)
+    heads = groups * geometry.queries_per_kv
+    sizes = [
+        LayerWidths(max(heads, size.heads), max(groups, size.kv_heads), max(channels, size.channels))
+        for size in widths(pruned.model, family)
+    ]
     if is_uniform(sizes, geometry.uniform_kv_heads):
         config = stock_config(config, sizes[0], geometry.head_dim)
     elif fmt == "hf-padded":
@@ -196,6 +198,15 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
         # A KV group of zeros attends to zeros, and an MLP channel of zeros multiplies them: the logits stay the same.
         weights = zero_filled(weights, built, family)
     return Sketch(built.eval().requires_grad_(False), weights)
+
+
+def least_widths(config: PretrainedConfig, fmt: str) -> tuple[int, int]:
+    """Return how many KV groups and MLP channels every layer has at least in the files of a format; zeros stand in for lost ones.
+
+    vLLM refuses a layer that does not attend. A lost MLP may leave a bias, on a projection without inputs: at that vLLM divides by
+    zero on CPUs, which ends its process.
+    """
+    return (1, int(getattr(config, "mlp_bias", False))) if fmt == "vllm" else (0, 0)
 
 
 def _widest(sizes: Sequence[LayerWidths], geometry: Geometry) -> LayerWidths:

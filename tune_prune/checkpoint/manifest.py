@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import __version__
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
-from tune_prune.checkpoint.layers import Sizes
+from tune_prune.checkpoint.layers import Sizes, least_widths
 from tune_prune.core import terminal
 from tune_prune.core.config import REFITTED, TRAINED, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -221,8 +221,11 @@ def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, wh
         )
     _, geometry = loading.config_geometry(config)
     sizes = list(zip(geometry.kv_heads, geometry.mlp_width, strict=True))
-    least = int(manifest.format == "vllm")  # a KV group of zeros
-    kept = [(max(least, len(plan.kept_groups[at])), len(plan.kept_channels[at])) for at in manifest.saved_layers]
+    groups, channels = least_widths(config, manifest.format)
+    kept = [
+        (max(groups, len(plan.kept_groups[layer])), max(channels, len(plan.kept_channels[layer])))
+        for layer in manifest.saved_layers
+    ]
     if (sizes != kept and not padded) or geometry.total_params != manifest.params:  # zeros count as parameters
         raise _differs(folder, f"{where} states other layers, or other sizes")
 

@@ -2,7 +2,7 @@
 
     hf         safetensors with the family's tensor names. Layers of one width: the family's own model type, no code needed.
                Else an own model type, per_layer_config and the two class files of models/pruned.
-    vllm       as hf, with a KV group of zeros in every layer that has lost its attention: vLLM needs some in each
+    vllm       as hf, with a KV group of zeros where a layer has lost its attention: vLLM needs one in each
     hf-padded  the family's own model type, every layer padded with zeros to the widest
     gguf       one file for llama.cpp (gguf_file)
 
@@ -93,8 +93,7 @@ def save_checkpoint(
             stored = sizes(saved.model, family)
             if fmt == "hf-padded" or stored != rows["pruned"]:
                 rows["padded"] = stored
-            if fmt == "vllm":
-                notes += _filled_layers(plan, dropped)
+            notes += _filled_blocks(plan, dropped, layers.least_widths(dense.model.config, fmt))
         models = {"dense": dense.model, [*rows][-1]: saved.in_memory()} if measure_speed else {}
         weight_paths = [path for path in sorted(work.iterdir()) if path.suffix in (".safetensors", ".gguf")]
         written = Manifest(
@@ -121,13 +120,16 @@ def save_checkpoint(
     return written
 
 
-def _filled_layers(plan: PruningPlan, dropped: Sequence[int]) -> tuple[str, ...]:
-    """Return the note that names the layers with a KV group of zeros, numbered as in the dense model; none without such layers."""
-    filled = [str(layer) for layer, kept in enumerate(plan.kept_groups) if not kept and layer not in dropped]
-    if not filled:
-        return ()
-    layers = f"layer {filled[0]} has" if len(filled) == 1 else f"layers {', '.join(filled)} have"
-    return (f"{layers} a KV group of zeros in place of the lost attention, as vLLM needs some in every layer",)
+def _filled_blocks(plan: PruningPlan, dropped: Sequence[int], least: tuple[int, int]) -> tuple[str, ...]:
+    """Return notes that name the layers, numbered as in the dense model, in which zeros stand in for a lost block."""
+    notes = []
+    blocks = (("a KV group", "attention", plan.kept_groups), ("an MLP channel", "MLP", plan.kept_channels))
+    for (part, block, kept), count in zip(blocks, least, strict=True):
+        filled = [str(layer) for layer, left in enumerate(kept) if count and not left and layer not in dropped]
+        if filled:
+            named = f"layer {filled[0]} has" if len(filled) == 1 else f"layers {', '.join(filled)} have"
+            notes.append(f"{named} {part} of zeros in place of the lost {block}, as vLLM needs one in every layer")
+    return tuple(notes)
 
 
 def _check_float16(dense: loading.LoadedModel, pruned: Sketch) -> None:
