@@ -124,7 +124,7 @@ prune TAYLOR --output file : --output ; exists and is not a folder
 evaluate : the following arguments are required: --model
 evaluate --model tiny-llama --model tiny-qwen2 : --model is given twice ; evaluate takes one
 evaluate --model tiny-llama --perplexity-window 1 : --perplexity-window: '1' ; from 2
-evaluate --model tiny-llama --base tiny-llama : --base tiny-llama is read with --kl only
+evaluate --model tiny-llama --base tiny-llama : --base tiny-llama is read with --kl, or for a GGUF file
 evaluate --model tiny-llama --output no/such/x.json : --output no/such ; existing folder
 evaluate --model tiny-llama --output /proc/x.json : /proc/x.json cannot be ; existing
 evaluate --model tiny-llama --output /tmp : --output /tmp is a folder

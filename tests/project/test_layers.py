@@ -32,6 +32,8 @@ ONLY_IN = {
     "jinja2": ("analysis.render.templating", "checkpoint.card", "data.template_process"),
     "markupsafe": ("analysis.render.templating",),
     "gguf": ("checkpoint.gguf", "models.gguf.header", "models.gguf.convert"),
+    "llama_cpp": ("checkpoint.gguf.llama_cpp_quantize",),
+    "compressed_tensors": ("checkpoint.quantised_folder", "models.quantised"),
     "fsspec": ("core.store",),
     "tqdm": ("core.terminal",),
     "peft": ("pruning.compensation.recovery",),

@@ -121,7 +121,8 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
         file = next(iter(about.files)) if where == "." else f"{where}/{next(iter(about.files))}"
         of_text = {"chat": ["llama-cli", "-m", file], "serve": ["llama-server", "-m", file]} if about.for_text else {}
         small = ["llama-quantize", file, f"{file.removesuffix('.gguf')}-{QUANTISED}.gguf", QUANTISED]
-        return [(name, shlex.join(command)) for name, command in {**of_text, "quantise": small}.items()]
+        further = {} if about.quantization else {"quantise": small}
+        return [(name, shlex.join(command)) for name, command in {**of_text, **further}.items()]
     config = saved_config(folder)
     own_classes = "auto_map" in config  # classes that lie beside it
     trust = ", trust_remote_code=True" if own_classes else ""
@@ -153,6 +154,7 @@ def command_line(folder: Path, manifest: Manifest) -> str:
         "--seed": source.of(config).seed if source else None,
         "--dtype": saved_config(folder).get("dtype"),
         "--format": manifest.format if manifest.format != "hf" else None,
+        "--quantize": manifest.quantization and manifest.quantization.lower(),
         "--output": "DIR",
     }
     # On one line each: a folder's name may hold whatever ends a block of code.

@@ -98,7 +98,8 @@ class Manifest(Provenance):
     sizes: dict[str, Sizes]  # "dense", "pruned" and, where zeros were added, "padded"
     versions: dict[str, Text]  # package -> version
     created: Text  # ISO date
-    speed: dict[str, GenerationSpeed] | None = None
+    speed: dict[str, GenerationSpeed] | None = None  # before it was quantised, where it was
+    quantization: Text | None = None  # what its matrices are quantised to, e.g. Q4_K_M; `metrics` were measured before
     notes: list[str] = field(default_factory=list)  # caveats for users of the files, in sentences
     schema_version: Positive
 
@@ -357,6 +358,8 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
     same_tasks = set(accuracies) == set(measured_on.tasks) == set(before.tasks)
     if accuracies and not same_tasks:
         notes.append(f"the recorded mean is not compared: it is over {', '.join(before.tasks)}")
+    if protocol and manifest.quantization is not None:
+        notes.append(f"the recorded numbers are those before it was quantised to {manifest.quantization}")
     if protocol and then.dtype != run.dtype:
         notes.append(f"recorded in {then.dtype}, measured in {run.dtype}: differences by rounding are to be expected")
     # Of the tasks the KL reads items in turn, up to some tokens.

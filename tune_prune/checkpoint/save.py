@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -25,7 +26,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tune_prune import __version__
-from tune_prune.checkpoint import card, generation_speed, layers, manifest
+from tune_prune.checkpoint import card, generation_speed, layers, manifest, quantisation
 from tune_prune.checkpoint.layers import sizes
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, Provenance, provenance
 from tune_prune.core.errors import UserError
@@ -46,7 +47,7 @@ SHARD_BYTES = 5 * 10**9
 # What may be in the folder of a checkpoint: nothing else is replaced together with it.
 WRITTEN = (
     manifest.MANIFEST, "README.md", "layers.png", "config.json", "generation_config.json", "*_tune_prune.py",
-    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*-pruned.gguf", *LICENSE_FILES,
+    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*-pruned*.gguf", *LICENSE_FILES,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken",
     "chat_template.*", "additional_chat_templates",
 )  # fmt: skip
@@ -63,8 +64,10 @@ def save_checkpoint(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     measure_speed: bool = False,
+    quantize: str | None = None,
 ) -> Manifest:
-    """Prune `dense` by `recipe` and write the result to `folder` in the dtype of `dense`, one tensor in memory at a time.
+    """Prune `dense` by `recipe` and write the result to `folder` in the dtype of `dense`, one tensor in memory at a time; with
+    `quantize` (a kind of checkpoint.quantisation) in fewer bits.
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
     `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
@@ -86,14 +89,15 @@ def save_checkpoint(
         notes = recipe.notes(about.config)
         if fmt == "gguf":
             saved = pruned
-            notes += _write_gguf(dense, saved, work)
+            notes += _write_gguf(dense, saved, work, quantize)
         else:
             saved = layers.as_saved(pruned, dense.model, family, dense.geometry, fmt)
-            _write_hf(dense, saved, work, shard_bytes)
+            write_hf(dense, saved, work, shard_bytes, quantize)
             stored = sizes(saved.model, family)
             if fmt == "hf-padded" or stored != rows["pruned"]:
                 rows["padded"] = stored
             notes += _filled_blocks(plan, dropped, layers.least_widths(dense.model.config, fmt))
+            notes += quantisation.NOTES.get(quantize or "", ())
         models = {"dense": dense.model, [*rows][-1]: saved.in_memory()} if measure_speed else {}
         weight_paths = [path for path in sorted(work.iterdir()) if path.suffix in (".safetensors", ".gguf")]
         written = Manifest(
@@ -106,6 +110,7 @@ def save_checkpoint(
             sizes=rows,
             params=rows.get("padded", rows["pruned"]).params,
             speed=generation_speed.measure(models) if models else None,
+            quantization=quantisation.name_of(quantize),
             notes=notes,
             files={path.name: manifest.weight_file(path) for path in weight_paths},
             versions={"tune_prune": __version__}
@@ -177,9 +182,20 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _write_hf(dense: loading.LoadedModel, saved: Sketch, folder: Path, shard_bytes: int) -> None:
+def write_hf(
+    dense: loading.LoadedModel, saved: Sketch, folder: Path, shard_bytes: int, kind: str | None = None
+) -> None:
+    """Write config, class files, weights and tokenizer of a model (of layers.as_saved) to `folder`; with `kind`, one of
+    quantisation.FOLDER_KINDS, its matrices in fewer bits. `dense`: what it was made from, which need not have its weights."""
     saved.model.save_pretrained(folder, state_dict={})  # takes the class files along where there are any
-    weight_files.write_weights(folder, saved.model, saved.weights, shard_bytes)
+    if kind is None:
+        weight_files.write_weights(folder, saved.model, saved.weights, shard_bytes)
+    else:
+        from tune_prune.checkpoint import quantised_folder  # its library is needed for these kinds only
+
+        stored = quantised_folder.quantise(saved.model, saved.weights, kind)
+        weight_files.write_weights(folder, saved.model, stored.weights, shard_bytes, stored.tensors)
+        _change_json(folder / "config.json", {"quantization_config": stored.config})
     if type(saved.model) is type(dense.model):
         _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):
@@ -187,19 +203,25 @@ def _write_hf(dense: loading.LoadedModel, saved: Sketch, folder: Path, shard_byt
     _write_tokenizer(dense, folder, stock="auto_map" not in saved.model.config.to_dict())
     with torch.device("meta"):
         again = AutoModelForCausalLM.from_config(saved.model.config, trust_remote_code=False)
-    weight_files.check_weights(folder, again)
+    if kind is None:
+        weight_files.check_weights(folder, again)
+
+
+def _change_json(path: Path, changes: dict[str, Any]) -> None:
+    values = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _add_older_names(path: Path) -> None:
     """State what transformers 5 has renamed under its older names, too: whatever reads the family's configs without it would
     take rope_theta for its default and go silently wrong. transformers 5 reads both."""
     values = json.loads(path.read_text(encoding="utf-8"))
-    values["torch_dtype"] = values["dtype"]
+    changes = {"torch_dtype": values["dtype"]}
     rope = dict(values.get("rope_parameters") or {})
     if "rope_theta" in rope:  # one for all layers
-        values["rope_theta"] = rope.pop("rope_theta")
-        values["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        changes["rope_theta"] = rope.pop("rope_theta")
+        changes["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    _change_json(path, changes)
 
 
 def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> None:
@@ -236,15 +258,15 @@ def _own_tokenizer_file(source: ModelSource) -> Path | None:
     return path if source.kind != "gguf" and path.is_file() else None
 
 
-def _write_gguf(dense: loading.LoadedModel, pruned: Sketch, folder: Path) -> tuple[str, ...]:
+def _write_gguf(dense: loading.LoadedModel, pruned: Sketch, folder: Path, quantize: str | None) -> tuple[str, ...]:
     from tune_prune.checkpoint.gguf import gguf_file  # its library is needed for this format only
 
     tokenizer = folder / "tokenizer"
     _write_tokenizer(dense, tokenizer, stock=True)
     name = f"{dense.source.label}-pruned"
-    file = folder / f"{name}.gguf"
+    file = folder / (f"{name}.gguf" if quantize is None else f"{name}-{quantize.upper()}.gguf")
     try:
-        return gguf_file.write_gguf(pruned, dense.family, tokenizer, file, dense.model.dtype, name)
+        return gguf_file.write_gguf(pruned, dense.family, tokenizer, file, dense.model.dtype, name, quantize)
     finally:
         shutil.rmtree(tokenizer)
 

@@ -56,7 +56,7 @@ def open(
     from tune_prune.models import catalog
 
     source = catalog.resolve(asked["name"], asked["revision"])
-    from tune_prune.commands.opened import Model
+    from tune_prune.commands.opened import Model, read_gguf
     from tune_prune.data import calibration as texts  # imports torch
     from tune_prune.models import loading
     from tune_prune.models.runner.devices import fast_at_bfloat16
@@ -64,6 +64,7 @@ def open(
     from tune_prune.tuning.resolve import model_run
 
     device = loading.pick_device(asked["device"])
+    read_gguf(source, asked["base"])
     of_run = ("revision", "data_dir", "trust_tasks", "seed", "perplexity_tokens")
     settings = SearchSettings((asked["name"],), calibration="embedded", **{field: asked[field] for field in of_run})
     dtype = asked["dtype"]

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from tune_prune.commands import flags
 from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.core.store import open_store
 from tune_prune.core.terminal import say
+from tune_prune.models.gguf.files import FLOATS, SUFFIX
 
 
 def parser() -> CommandLine:
@@ -30,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
 @terminal.shown()
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
+    if args.base is not None and not args.kl and Path(args.model).suffix != SUFFIX:
+        raise UserError(f"--base {args.base} is read with --kl, or for a GGUF file; add --kl, or leave it out")
     output = None if args.output is None else flags.record_file(args.output, "metrics", "an evaluation")
 
     from tune_prune.commands import api
@@ -61,6 +66,11 @@ def _main(argv: list[str]) -> None:
     )
     if model.found_as:
         say(f"weights      {model.found_as}")
+    quantization = model.gguf.quantization if model.gguf else model.manifest and model.manifest.quantization
+    if quantization is not None and quantization not in FLOATS:
+        engines = "llama.cpp rounds" if model.gguf else "vLLM and transformers round" if quantization == "int8" else ""
+        too = f"; {engines} what goes into a matrix, too" if engines else ""
+        say(f"measured     weights dequantised from {quantization}, in {run.dtype}{too}")
     if model.manifest is not None:
         say(evaluation_text.checkpoint_line(model.manifest))
     if base is not None:

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tune_prune import embedded
-from tune_prune.checkpoint import generation_speed, layers
+from tune_prune.checkpoint import generation_speed, layers, quantisation
 from tune_prune.checkpoint.layers import sizes
-from tune_prune.checkpoint.manifest import MANIFEST, Format, Manifest, require_dense, verify
+from tune_prune.checkpoint.manifest import MANIFEST, Format, Manifest, read, require_dense, verify
 from tune_prune.checkpoint.save import check_folder, save_checkpoint, shard_bytes_of
 from tune_prune.commands import prune_request
 from tune_prune.commands.options import checked, documented
@@ -34,6 +34,7 @@ from tune_prune.data.sources import Contents
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
+from tune_prune.models.gguf import header
 from tune_prune.models.loading import LoadedModel, readable_in_place
 from tune_prune.models.runner.devices import device_name
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
@@ -244,30 +245,7 @@ class Model:
     @cached_property
     def base(self) -> ModelSource:
         """Find the model that a checkpoint was pruned from. Raises UserError where it is not known, or another one is there."""
-        manifest, asked = self.manifest, self._base
-        if manifest is None and asked is None:
-            raise UserError(
-                f"{self.label} has no {MANIFEST}, which would name the model that it was pruned from; name that with --base to "
-                "measure KL"
-            )
-        name = asked or (manifest.base_name if manifest is not None else "")
-        try:
-            source = catalog.resolve(name, None if manifest is None else manifest.base.revision)
-            config = loading.load_config(source)
-        except UserError as error:
-            if asked is not None:
-                raise
-            cause = str(error).partition("; ")[0]
-            raise UserError(
-                f"the model that {self.label} was pruned from is not where {MANIFEST} says ({cause}); name where it is now with "
-                "--base"
-            ) from error
-        if manifest is not None and manifest.base.fingerprint != loading.model_fingerprint(source, config):
-            raise UserError(
-                f"{source.location} is not the model that {self.label} was pruned from (the contents of its files differ, or it is "
-                "another commit); name that one with --base"
-            )
-        return source
+        return base_of(self.label, self.manifest, self._base)
 
     @documented("evaluate")
     def evaluate(
@@ -344,6 +322,45 @@ class Model:
         return replace(loaded, residency=replace(way, weights=loaded.residency.weights, device=loaded.residency.device))
 
 
+def base_of(label: str, manifest: Manifest | None, asked: str | None) -> ModelSource:
+    """Find the model that the checkpoint `label` was pruned from: `asked`, or (None) where its manifest says. Raises UserError
+    where it is not known, or another one is there."""
+    if manifest is None and asked is None:
+        raise UserError(
+            f"{label} has no {MANIFEST}, which would name the model that it was pruned from; name that with --base to "
+            "measure KL"
+        )
+    name = asked or (manifest.base_name if manifest is not None else "")
+    try:
+        source = catalog.resolve(name, None if manifest is None else manifest.base.revision)
+        config = loading.load_config(source)
+    except UserError as error:
+        if asked is not None:
+            raise
+        cause = str(error).partition("; ")[0]
+        raise UserError(
+            f"the model that {label} was pruned from is not where {MANIFEST} says ({cause}); name where it is now with --base"
+        ) from error
+    if manifest is not None and manifest.base.fingerprint != loading.model_fingerprint(source, config):
+        raise UserError(
+            f"{source.location} is not the model that {label} was pruned from (the contents of its files differ, or it is "
+            "another commit); name that one with --base"
+        )
+    return source
+
+
+def read_gguf(source: ModelSource, base: str | None) -> None:
+    """Make the model of a GGUF file readable that only the manifest beside it explains, with config and tokenizer of the model that
+    it was pruned from: `base`, or where the manifest says. Others are left alone. Raises UserError."""
+    if source.file is None or Path(source.location).is_dir() or header.is_read(source.file):
+        return
+    about = read(source.file.parent)
+    if about is not None and source.file.name in about.files:
+        from tune_prune.checkpoint.gguf import reading
+
+        reading.ensure(source, about, base_of(source.label, about, base))
+
+
 class PrunedModel:
     """A pruned model.
 
@@ -392,6 +409,7 @@ class PrunedModel:
         shard_gb: float = 5.0,
         overwrite: bool = False,
         measure: bool = False,
+        quantize: str | None = None,
     ) -> Manifest:
         """Write it to `folder` as a checkpoint that loads elsewhere, whole or not at all; returns its Manifest (files, sizes,
         configuration, plan: tune_prune.json).
@@ -401,13 +419,17 @@ class PrunedModel:
         The weights are those of the base model, cut, refitted or trained. Raises UserError where `folder` exists or cannot be
         written, or where the format cannot hold the model (docs/checkpoints.md).
         """
-        asked = dict(format=format, dtype=dtype, shard_gb=shard_gb, overwrite=overwrite, measure=measure)
+        asked = dict(
+            format=format, dtype=dtype, shard_gb=shard_gb, overwrite=overwrite, measure=measure, quantize=quantize
+        )
         checked("prune", asked)
+        quantisation.check(quantize, format, self.config.shape)
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
         kind = getattr(torch, dtype) if dtype else getattr(self.dense.hf_config, "dtype", None) or torch.float32
         about = self._recipe, self._request, path, format
         how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=shard_bytes_of(shard_gb), measure_speed=measure)
+        how["quantize"] = quantize
         return first_that_fits(
             f"saving of {self.dense.label}",
             self.dense._ways_to_save(kind, whole=measure),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tune_prune.checkpoint.quantisation import GGUF_KINDS, KINDS
 from tune_prune.commands.option_kinds import (
     Amount,
     Folder,
@@ -394,7 +395,7 @@ PRUNE = Command(
     },
     common={
         "the best of a search": ("--config", "--model"),
-        "what is saved": ("--output", "--format", "--measure"),
+        "what is saved": ("--output", "--format", "--quantize", "--measure"),
         "without a search": (
             *("--method", "--seq-len", "--num-samples", "--calibration", "--pruning-ratio", "--shape"),
             *("--compensation", "--recovery"),
@@ -426,6 +427,12 @@ PRUNE = Command(
                 vllm       the same, with zeros where a layer has lost its attention
                 hf-padded  a plain model of its family, zeros fill it up: hardly smaller
                 gguf       for llama.cpp and Ollama""", default="hf"
+            ),
+            Option("quantize", Choice(KINDS), "KIND",
+                f"""fewer bits, as q4_k_m with --format gguf or int8 with hf (default: not quantised)
+
+                gguf: {", ".join(GGUF_KINDS)}; all but q8_0 by llama.cpp's llama-quantize, which must be installed
+                hf, for transformers and vLLM: int8, or int4 with --shape aligned; needs compressed-tensors"""
             ),
             Option("dtype", Choice(("float32", "bfloat16", "float16")), "",
                 "data type of the saved weights (default: the original model's)"
@@ -461,7 +468,7 @@ EVALUATE = Command(
             replace(MODEL, required=True),
             REVISION,
             switch("kl", "for a pruned model, how far its predictions moved, too (KL; default: no)"),
-            replace(BASE, help=f"with --kl: {BASE.help} (default: where tune_prune.json says)"),
+            replace(BASE, help=f"with --kl, or for a GGUF file: {BASE.help} (default: where tune_prune.json says)"),
             *MEASURED_ON,
             SEED,
             _memory("the measurement"),
@@ -585,7 +592,6 @@ NEEDS = {
         ("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"),
     ),
     "prune": (("base", "config", "is for --config; name the model with --model"),),
-    "evaluate": (("base", "kl", "is read with --kl only; add --kl, or leave it out"),),
     "speed": (
         ("all", "config", "is for --config; leave it out"),
         ("overwrite", "config", "is for --config; leave it out"),
@@ -635,7 +641,7 @@ class CommandLine(Parser):
                     setattr(given, name, option.read(text))
             except UserError as error:
                 self.error(str(error))
-        for name, needed, sentence in NEEDS[self._command]:
+        for name, needed, sentence in NEEDS.get(self._command, ()):
             if getattr(given, name) and not getattr(given, needed):
                 value = getattr(given, name)
                 raise UserError(f"--{name}{f' {value}' if isinstance(value, str) else ''} {sentence}")

@@ -81,7 +81,7 @@ def _main(argv: list[str]) -> None:
             args.align,
             args.tensor_parallel,
         )
-    how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
+    how = {name: getattr(args, name) for name in ("dtype", "overwrite", "shard_gb", "measure", "quantize")}
     saved = save(dense, request, folder, args.format, **how)
     others = args.revision or args.dtype or args.memory  # which the command that is printed would have to repeat
     say(describe(folder, saved, dense, [] if others else again(args.config, args.model, args.base)))
@@ -104,9 +104,11 @@ def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False)
 def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:
     """Execute a request for that model and save what it makes, saying what is done; `options` as in `PrunedModel.save`. Raises
     UserError."""
+    from tune_prune.checkpoint import quantisation
     from tune_prune.checkpoint.layers import padded_params
 
-    if fmt == "gguf":  # before hours of statistics
+    quantisation.check(options.get("quantize"), fmt, request.config.shape)  # before hours of statistics
+    if fmt == "gguf":
         from tune_prune.checkpoint.gguf.architecture import check_shape
 
         check_shape(dense.hf_config, request.config.shape)
@@ -221,10 +223,8 @@ def describe(folder: Path, about: Manifest, dense: Model, command: Sequence[str]
         layers = ", ".join(map(str, about.dropped_layers))
         notes.insert(0, f"nothing was kept of layers {layers} of the original, so they are left out")
     if dense.file is not None and on_disk > (before := dense.file.stat().st_size):
-        step = "quantise it, as below"
-        if about.format != "gguf":
-            step = "for a small file take --format gguf and quantise that"
-        notes.append(f"this is larger than {dense.file.name} ({short_bytes(before)}), as it is not quantised: {step}")
+        step = "for a small file take --format gguf --quantize q4_k_m"
+        notes.append(f"this is larger than {dense.file.name} ({short_bytes(before)}), as it is in more bits: {step}")
     lines += [f"note         {note}" for note in notes]
     return "\n".join([*lines, "", *_next(folder, about, dense, where, command)])
 
@@ -234,7 +234,6 @@ def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequ
     from tune_prune.checkpoint.card import uses
     from tune_prune.checkpoint.gguf.architecture import check_shape
     from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
-    from tune_prune.models.gguf import header
 
     steps, place = uses(folder, about, where), folder
     if about.format == "gguf":
@@ -244,9 +243,8 @@ def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequ
             check_shape(dense.hf_config, about.config.shape)
             if read_vocabulary(folder, dense.hf_config.vocab_size).model != "none":
                 steps.append(("llama.cpp", shlex.join([*command, "--format", "gguf", "--output", f"{where}-gguf"])))
-    if about.format != "gguf" or header.is_read(place):
-        model = where if place == folder else f"{where}/{place.name}"
-        steps.append(("evaluate", shlex.join(evaluation(model, about))))
+    model = where if place == folder else f"{where}/{place.name}"
+    steps.append(("evaluate", shlex.join(evaluation(model, about))))
     name = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).strip("-.") or "model"  # as a hub takes it
     steps.append(("share", shlex.join(["hf", "upload", f"YOU/{name}", where])))
     return [f"{'' if number else 'next':<13}{name:<11}{line}" for number, (name, line) in enumerate(steps)]

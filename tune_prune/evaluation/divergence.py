@@ -10,7 +10,7 @@ Legend: N tokens of all samples, B samples of a batch, T tokens of its longest, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -107,17 +107,22 @@ def head_inputs(model: PreTrainedModel, samples: Sequence[Tensor], residency: Re
 
 @torch.inference_mode()
 def token_divergences(
-    model: PreTrainedModel, samples: Sequence[Tensor], dense: Tensor, residency: Residency = RESIDENT
+    model: PreTrainedModel,
+    samples: Sequence[Tensor],
+    dense: Tensor,
+    residency: Residency = RESIDENT,
+    dense_head: Callable[[Tensor], Tensor] | None = None,
 ) -> np.ndarray:
     """Return KL(dense || model) in nats of what is predicted at every token of `samples`: [N], float32 or better.
 
-    `dense` are the `head_inputs` [N, H] of the dense model. `residency` says where weights and hidden states are, and how much is
-    done at once.
+    `dense` are the `head_inputs` [N, H] of the dense model, `dense_head` its head where it is not that of `model`. `residency` says
+    where weights and hidden states are, and how much is done at once.
     """
     dense_inputs = dense.split([len(sample) for sample in samples])
     of_samples: list[Tensor] = [torch.empty(0)] * len(samples)
     for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "KL"):
-        values = tail.divergences(states, inside, torch.cat([dense_inputs[number] for number in numbers])).cpu()
+        wanted = torch.cat([dense_inputs[number] for number in numbers])
+        values = tail.divergences(states, inside, wanted, dense_head).cpu()
         for number, part in zip(numbers, values.split([len(samples[number]) for number in numbers]), strict=True):
             of_samples[number] = part
     return torch.cat(of_samples).numpy()

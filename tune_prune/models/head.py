@@ -79,19 +79,22 @@ class NextTokenLosses:
         return torch.cat(losses).view(targets.shape)
 
     @torch.inference_mode()
-    def divergences(self, given: Tensor, inside: Tensor, dense: Tensor) -> Tensor:
+    def divergences(
+        self, given: Tensor, inside: Tensor, dense: Tensor, dense_head: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """Return KL(dense || own) [P] of the next token's distribution at the P positions where `inside` [B, T] is true, in
         nats and in float32 or better. `dense` [P, H]: what the head is given there (`head_inputs`) in a model that differs only
-        in layers."""
+        in layers; `dense_head`: that model's head, where it is another one, [.., H] -> logits [.., V]."""
         hidden = self.head_inputs(given)
         inside, dense = inside.to(hidden.device), dense.to(hidden.device, hidden.dtype)
         if not self.separate:
             other = hidden.clone()
             other[inside] = dense
-            return _divergences(self._logits_of(given, other)[inside], self.forward(given).logits[inside])
+            wanted = self._logits_of(given, other)[inside] if dense_head is None else dense_head(dense)
+            return _divergences(wanted, self.forward(given).logits[inside])
         step = max(1, self.step // 2)  # of two models
         parts = zip(dense.split(step), hidden[inside].split(step), strict=True)
-        return torch.cat([_divergences(self.head(one), self.head(own)) for one, own in parts])
+        return torch.cat([_divergences((dense_head or self.head)(one), self.head(own)) for one, own in parts])
 
     @torch.enable_grad()
     def backward(self, samples: Tensor, given: Tensor | None = None, dense: Tensor | None = None) -> None:

@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.models import fingerprints, hub, registration, unsupported, weight_files
+from tune_prune.models import fingerprints, hub, quantised, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, PRUNED_PREFIX, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
@@ -160,7 +160,9 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         for name in _RUN_OTHERWISE:
             config.__dict__.pop(name, None)
         family = _family(config)
-        unsupported.check_quantisation(values, source.location)
+        if quantised.about(Path(source.location)) is None:
+            unsupported.check_quantisation(values, source.location)
+        config.__dict__.pop("quantization_config", None)  # read where the weights are
     except UserError:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
@@ -250,6 +252,8 @@ def check_weights(source: ModelSource, config: PretrainedConfig, needed: bool = 
     known before they are in the cache, nor of a folder's that are not here where they are not `needed`."""
     local = source.kind != "hub"
     folder = Path(source.location) if local else hub.folder(source.location, source.revision)
+    if folder is not None and quantised.about(folder) is not None:
+        return  # its manifest has their checksums
     if folder is not None and ((local and needed) or weight_files.are_here(folder)):
         weight_files.check_weights(folder, meta_model(config), source.location)
 
@@ -318,7 +322,10 @@ def _opened(
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
             setattr(generation, name, getattr(generation, name) and None)  # no longer True; False and None stay
     model.eval().requires_grad_(False)
-    stored = _stored_weights(weight_files.check_weights(folder, model, source.location, in_place), dtype)
+    if (about := quantised.about(folder)) is not None:
+        stored = quantised.weights(folder, model, about, dtype)
+    else:
+        stored = _stored_weights(weight_files.check_weights(folder, model, source.location, in_place), dtype)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family)), stored
 
 

@@ -35,6 +35,7 @@ _DTYPES = {
     torch.float16: "F16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
     torch.int32: "I32",
     torch.int8: "I8",
     torch.uint8: "U8",
@@ -216,12 +217,20 @@ def named(whole: Path) -> list[Path]:
         raise UserError(f"{index} does not say which files hold the weights (no weight_map); {_AGAIN}") from error
 
 
-def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
+def write_weights(
+    folder: Path,
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    shard_bytes: int,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write `weights` for the parameters of `model` (on the meta device) to `folder`, in files of `shard_bytes` at most: byte for
     byte what transformers' save_pretrained writes of that model in memory. Takes the memory of one tensor, where safetensors'
-    own functions want all of a file; its format: github.com/huggingface/safetensors."""
+    own functions want all of a file; its format: github.com/huggingface/safetensors. `tensors`: what is stored in their place, by
+    names of `weights`."""
+    tensors = tensors or dict(model.named_parameters())
     split = split_state_dict_into_shards_factory(
-        dict(model.named_parameters()),
+        dict(tensors),
         get_storage_size=lambda p: p.nbytes,
         get_storage_id=lambda p: (
             None if p.numel() else ""  # what has no elements goes to the file of the first of that kind
@@ -234,7 +243,7 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
             for name in sorted(names):
-                p = model.get_parameter(name)
+                p = tensors[name]
                 header[name] = {"dtype": _DTYPES[p.dtype], "shape": [*p.shape], "data_offsets": [end, end + p.nbytes]}
                 end += p.nbytes
             text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -243,7 +252,7 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
                 file.write(struct.pack("<Q", len(text)) + text)
                 for name in sorted(names):
                     tensor = weights[name].to("cpu").contiguous()
-                    assert (tensor.shape, tensor.dtype) == (model.get_parameter(name).shape, model.dtype), name
+                    assert (tensor.shape, tensor.dtype) == (tensors[name].shape, tensors[name].dtype), name
                     file.write(tensor.view(-1).view(torch.uint8).numpy().data)
                     advance(1)
     if split.is_sharded:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -102,7 +103,7 @@ def measure_kl(
     """Return KL(dense || pruned) of the model that `recipe` makes, on "text" and on "tasks" (not there where no item has a
     single right choice); and the tokens forwarded to get it, those of the dense model among them (0: it was cached).
     `base`: the dense model of a checkpoint, which keeps all that it has; None: that of `context`. Raises UserError where
-    `base` is of another vocabulary or has another head."""
+    `base` is of another vocabulary, or has another head than a checkpoint that is no GGUF file."""
     other = {} if base is None else {"base": loading.model_fingerprint(base, loading.load_config(base))}
     parts = {name: samples for name, samples in _samples(context).items() if samples}
     divergences: dict[str, Divergence] = {}
@@ -115,10 +116,11 @@ def measure_kl(
     if len(divergences) == len(parts):
         return divergences, 0
     together = [sample for samples in parts.values() for sample in samples]  # one pass: a streamed model is read once
-    dense, forwarded = _dense_states(context if base is None else _opened_beside(context, base), together)
+    beside, dense_head = (context, None) if base is None else _opened_beside(context, base)
+    dense, forwarded = _dense_states(beside, together)
 
     def run(residency: Residency) -> np.ndarray:
-        return token_divergences(context.model_of(recipe), together, dense, residency)
+        return token_divergences(context.model_of(recipe), together, dense, residency, dense_head)
 
     sizes = [sum(map(len, samples)) for samples in parts.values()]
     values = np.split(_fitted(context, recipe, together, run), np.cumsum(sizes)[:-1])
@@ -178,9 +180,9 @@ def _words(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {word: index for word, index in tokenizer.get_vocab().items() if word != f"[PAD{index}]"}
 
 
-def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
-    """Return the dense model of the checkpoint that `context` holds. Its weights stay in their files where they can: they
-    are wanted for one pass. Raises UserError."""
+def _opened_beside(context: TrialContext, base: ModelSource) -> tuple[TrialContext, Callable[[Tensor], Tensor] | None]:
+    """Return the dense model of the checkpoint that `context` holds, and its head where the checkpoint's is another, which a GGUF
+    file may have rounded. Its weights stay in their files where they can: they are wanted for one pass. Raises UserError."""
     checkpoint, run = context.loaded, context.run
     fallback = Fallback(Residency(from_files=readable_in_place(base)))
     loaded = load(base, checkpoint.model.dtype, checkpoint.device.type, base.label, fallback)
@@ -196,13 +198,16 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
             f"{run.label} cannot be compared with {base.label}, whose logits are scaled otherwise, as those of a Granite model "
             "in a GGUF file; measure the checkpoint in Hugging Face format"
         )
-    heads = list(zip(_head(loaded), _head(checkpoint), strict=True))
-    if not all(torch.equal(one, other) for one, other in heads):  # else both logits could not be made by one head
+    heads = _head(loaded), _head(checkpoint)
+    if all(torch.equal(one, other) for one, other in zip(*heads, strict=True)):
+        return dense, None
+    if checkpoint.source.gguf is None:
         raise UserError(
             f"{run.label} cannot be compared with {base.label}: their output heads differ in {run.dtype}; name the model that it "
             "was pruned from with --base, or measure in the data type that it was saved in with --dtype"
         )
-    return dense
+    weights, scale = [weight.to(context.loaded.device) for weight in heads[0]], Head(loaded.model).scale or 1
+    return dense, lambda hidden: F.linear(hidden, *weights) / scale
 
 
 def _head(loaded: LoadedModel) -> list[Tensor]:

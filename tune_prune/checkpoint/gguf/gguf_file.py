@@ -9,8 +9,8 @@ token):
 - Granite's multipliers are in the weights (`architecture.Scales`).
 
 Sizes: H hidden, K KV heads, g query heads per KV head, d head dim, M MLP channels; matrices are [out, in], as in torch.
-Norms and biases are float32 always. llama-quantize wants rows (the M columns of down, the K*g*d of o) of whole blocks: of 256
-for K-quants, which otherwise become larger types, and of 32 for the others, else the matrix stays F16; write_gguf says so.
+Norms and biases are float32 always. A quantised file wants rows (the M columns of down, the K*g*d of o) of whole blocks
+(quantiser.py); write_gguf says where they are not.
 
 Sources: github.com/ggml-org/ggml, docs/gguf.md; llama.cpp as architecture.py says, and src/llama-quant.cpp.
 """
@@ -30,6 +30,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tune_prune.checkpoint.gguf import quantiser
 from tune_prune.checkpoint.gguf.architecture import (
     Architecture,
     Scales,
@@ -66,43 +67,57 @@ _Read = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """One tensor of the file: `sources` stacked by rows, put together when it is written."""
+class FileTensor:
+    """One tensor of a file: `sources` stacked by rows or, if `added`, their sum, put together when it is written."""
 
     name: str
     sources: tuple[torch.Tensor, ...]  # of the same number of columns
+    added: bool = False
     pair_heads: int = 0  # over 0: so many heads, of which row i and row i + d/2 become neighbours
     scale: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+        rows = [source.shape[0] for source in self.sources]
+        return (rows[0] if self.added else sum(rows), *self.sources[0].shape[1:])
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1
 
     def values(self, dtype: torch.dtype, read: _Read) -> torch.Tensor:
         """Return what is written. Raises UserError where a weight is too large for `dtype`."""
-        stacked = torch.cat([read(source).detach().cpu() for source in self.sources])
+        values = [read(source).detach().cpu() for source in self.sources]
+        stacked = torch.stack([value.float() for value in values]).sum(0) if self.added else torch.cat(values)
         if self.scale != 1:
             stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mul_(self.scale)
         if self.pair_heads:  # [heads, 2 halves, d/2, ...] -> [heads, d/2, 2, ...]
             stacked = stacked.unflatten(0, (self.pair_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        values = stacked.to(dtype).contiguous()
-        if not torch.isfinite(values).all():
+        written = stacked.to(dtype).contiguous()
+        if not torch.isfinite(written).all():
             raise UserError(
                 f"{self.name} has weights up to {stacked.abs().max().item():.3g}, and the largest number of {dtype} is "
                 f"{torch.finfo(dtype).max:.3g}: write the GGUF file in bf16 or f32"
             )
-        return values
+        return written
 
 
 def write_gguf(
-    pruned: Sketch, family: Family, tokenizer_dir: Path, path: Path, dtype: torch.dtype, name: str = "tune_prune"
+    pruned: Sketch,
+    family: Family,
+    tokenizer_dir: Path,
+    path: Path,
+    dtype: torch.dtype,
+    name: str = "tune_prune",
+    kind: str | None = None,
 ) -> tuple[str, ...]:
     """Write a model with the tokenizer of the folder `tokenizer_dir` to `path`, and return what a user should know about
     the file, a sentence each.
 
     `pruned` is of the family's own class, its empty layers dropped (layers.compact); widths are read off its modules.
-    `dtype` is that of the matrices, float16, bfloat16 or float32; `name` is what llama.cpp shows. Takes the memory of one tensor.
-    A file that is there is replaced once the new one is complete. Raises UserError for what llama.cpp cannot represent.
+    `dtype` is that of the matrices, float16, bfloat16 or float32; `name` is what llama.cpp shows. `kind`: what the matrices are
+    quantised to, one of quantisation.GGUF_KINDS; None: they are not. Takes the memory of one tensor. A file that is there is
+    replaced once the new one is complete. Raises UserError for what llama.cpp cannot represent.
     """
     model = pruned.model
     if dtype not in _FLOATS:
@@ -110,39 +125,62 @@ def write_gguf(
     ggml_type, file_type = _FLOATS[dtype]
     architecture = choose_architecture(model, family)
     vocabulary = read_vocabulary(tokenizer_dir, embedding(model).shape[0])
-    sizes = widths(model, family)
-    read = _reader(pruned)
-    scales = Scales.of(model, family.head_dim(decoder_layers(model, family)[0]))
-    tensors = list(_tensors(model, family, architecture, sizes, scales, read))
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    sizes, read = widths(model, family), _reader(pruned)
+    tensors = file_tensors(model, family, architecture)
+    unfinished, in_fewer_bits = (path.with_name(f"{path.name}{end}") for end in (".unfinished", ".quantised"))
+
+    def type_of(tensor: FileTensor) -> gguf.GGMLQuantizationType:
+        if not tensor.is_matrix:
+            return gguf.GGMLQuantizationType.F32
+        return quantiser.matrix_type(tensor.shape[1]) if kind == "q8_0" else ggml_type
+
     writer = gguf.GGUFWriter(unfinished, architecture.name)
     writer.add_type("model")
     writer.add_name(name)
-    writer.add_file_type(file_type)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if kind == "q8_0" else file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, model, family, architecture, sizes)
-    writer.add_layer_norm_rms_eps(scales.eps)
+    writer.add_layer_norm_rms_eps(_scales(model, family).eps)
     _add_rope(writer, model.config)
     vocabulary.add_to(writer)
     for tensor in tensors:
-        matrix = len(tensor.shape) > 1
-        size = math.prod(tensor.shape) * (dtype.itemsize if matrix else 4)
-        kind = ggml_type if matrix else gguf.GGMLQuantizationType.F32
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[type_of(tensor)]
+        size = math.prod(tensor.shape) // block * block_bytes
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=type_of(tensor))
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in terminal.over(tensors, "writing", "tensors"):
-            values = tensor.values(dtype if len(tensor.shape) > 1 else torch.float32, read)
-            # numpy has no bfloat16, but its bits
-            writer.write_tensor_data((values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy())
+            values = tensor.values(dtype if tensor.is_matrix else torch.float32, read)
+            writer.write_tensor_data(_stored(values, type_of(tensor)))
         writer.close()
+        if kind not in (None, "q8_0"):
+            quantiser.quantise(unfinished, in_fewer_bits, kind)
+            in_fewer_bits.replace(unfinished)
         unfinished.replace(path)
     finally:
         writer.close()
-        unfinished.unlink(missing_ok=True)
-    return (*_notes(model, family, architecture, sizes), *vocabulary.notes)
+        for file in (unfinished, in_fewer_bits):
+            file.unlink(missing_ok=True)
+    widths_said = _width_notes(model, family, sizes) if kind is None else quantiser.notes(path, kind)
+    return (*_notes(model, family, architecture, sizes), *widths_said, *vocabulary.notes)
+
+
+def file_tensors(model: PreTrainedModel, family: Family, architecture: Architecture) -> list[FileTensor]:
+    """Return every tensor of the file of a pruned model, in order; the model may be on the meta device."""
+    return list(_tensors(model, family, architecture, widths(model, family), _scales(model, family)))
+
+
+def _scales(model: PreTrainedModel, family: Family) -> Scales:
+    return Scales.of(model, family.head_dim(decoder_layers(model, family)[0]))
+
+
+def _stored(values: torch.Tensor, ggml_type: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Return the numbers of a tensor as the file holds them."""
+    if ggml_type == gguf.GGMLQuantizationType.BF16:
+        return values.view(torch.int16).numpy()  # numpy has no bfloat16, but its bits
+    return np.asarray(gguf.quantize(values.float().numpy(), ggml_type))
 
 
 def _reader(pruned: Sketch) -> _Read:
@@ -205,34 +243,33 @@ def _tensors(
     architecture: Architecture,
     sizes: Sequence[LayerWidths],
     scales: Scales,
-    read: _Read,
-) -> Iterator[_Tensor]:
+) -> Iterator[FileTensor]:
     """Yield every tensor of the file, in order."""
     layers = decoder_layers(model, family)
     norm = model.get_submodule(f"{family.layers.rpartition('.')[0]}.norm")
-    yield _Tensor("token_embd.weight", (embedding(model),), scale=scales.embedding)
-    yield _Tensor("output_norm.weight", (cast(torch.Tensor, norm.weight),), scale=scales.last_norm)
+    yield FileTensor("token_embd.weight", (embedding(model),), scale=scales.embedding)
+    yield FileTensor("output_norm.weight", (cast(torch.Tensor, norm.weight),), scale=scales.last_norm)
     if not is_tied(model):
-        yield _Tensor("output.weight", (head(model),))
+        yield FileTensor("output.weight", (head(model),))
     if model.config.rope_parameters["rope_type"] == "llama3":
-        yield _Tensor("rope_freqs.weight", (_frequencies(model.config),))
+        yield FileTensor("rope_freqs.weight", (_frequencies(model.config),))
     for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         behind = layers[index + 1] if index + 1 < len(layers) and not sizes[index + 1].kv_heads else None
         if size.kv_heads:
             attention = _attention(layer, family, architecture, size, scales.query)
         else:
             attention = _no_attention(layer, family, architecture, family.head_dim(layers[0]))
-        for tensor in (*attention, *_mlp(layer, behind, family, size, read)):
+        for tensor in (*attention, *_mlp(layer, behind, family, size)):
             yield replace(tensor, name=f"blk.{index}.{tensor.name}")
 
 
 def _attention(
     layer: nn.Module, family: Family, architecture: Architecture, size: LayerWidths, query_scale: float
-) -> Iterator[_Tensor]:
+) -> Iterator[FileTensor]:
     yield _norm("attn_norm", layer, family.layer_norms[0])
     linear = {role: layer_linear for role, layer_linear in family.linears(layer).items() if role in ATTENTION}
     if architecture.fused:
-        yield _Tensor("attn_qkv.weight", tuple(linear.pop(role).weight for role in ("query", "key", "value")))
+        yield FileTensor("attn_qkv.weight", tuple(linear.pop(role).weight for role in ("query", "key", "value")))
     heads = {"query": size.heads, "key": size.kv_heads} if architecture.pairs else {}
     for role, projection in linear.items():
         yield from _projection(role, projection, heads.get(role, 0), query_scale if role == "query" else 1.0)
@@ -240,22 +277,20 @@ def _attention(
         yield _norm(f"attn_{name}", layer, f"{family.attention}.{name}")
 
 
-def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, head_dim: int) -> Iterator[_Tensor]:
+def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, head_dim: int) -> Iterator[FileTensor]:
     """Yield nothing, or one head of zeros."""
     if not architecture.fused:
         return
     norm = _norm("attn_norm", layer, family.layer_norms[0])
     yield norm
     (like,) = norm.sources
-    yield _Tensor("attn_qkv.weight", (torch.zeros(3 * head_dim, len(like)),))
-    yield _Tensor("attn_output.weight", (torch.zeros(len(like), head_dim),))
+    yield FileTensor("attn_qkv.weight", (torch.zeros(3 * head_dim, len(like)),))
+    yield FileTensor("attn_output.weight", (torch.zeros(len(like), head_dim),))
     for name in family.head_norms:
-        yield _Tensor(f"attn_{name}.weight", (torch.ones(head_dim),))
+        yield FileTensor(f"attn_{name}.weight", (torch.ones(head_dim),))
 
 
-def _mlp(
-    layer: nn.Module, behind: nn.Module | None, family: Family, size: LayerWidths, read: _Read
-) -> Iterator[_Tensor]:
+def _mlp(layer: nn.Module, behind: nn.Module | None, family: Family, size: LayerWidths) -> Iterator[FileTensor]:
     """Yield the tensors of an MLP; `behind` is the next layer if its attention is gone: this MLP adds the output bias that may be
     left of that."""
     norm = _norm("ffn_norm", layer, family.layer_norms[1])
@@ -264,29 +299,28 @@ def _mlp(
         linear = family.linears(layer)
         yield from _projection("gate", linear["gate"])
         yield from _projection("up", linear["up"])
-        yield _Tensor("ffn_down.weight", (linear["down"].weight,))
+        yield FileTensor("ffn_down.weight", (linear["down"].weight,))
     else:
         (like,) = norm.sources
         rows = torch.zeros(STAND_IN, len(like))
-        yield _Tensor("ffn_gate.weight", (rows,))
-        yield _Tensor("ffn_up.weight", (rows,))
-        yield _Tensor("ffn_down.weight", (rows.T,))
+        yield FileTensor("ffn_gate.weight", (rows,))
+        yield FileTensor("ffn_up.weight", (rows,))
+        yield FileTensor("ffn_down.weight", (rows.T,))
     paths = family.projections()
     biases = [parameter(layer, f"{paths['down']}.bias")]
     biases += [parameter(behind, f"{paths['output']}.bias")] if behind is not None else []
-    added = [read(bias).detach().float() for bias in biases if bias is not None]
-    if added:
-        yield _Tensor("ffn_down.bias", (torch.stack(added).sum(0),))
+    if present := tuple(bias for bias in biases if bias is not None):
+        yield FileTensor("ffn_down.bias", present, added=True)
 
 
-def _norm(name: str, layer: nn.Module, path: str) -> _Tensor:
-    return _Tensor(f"{name}.weight", (cast(torch.Tensor, layer.get_submodule(path).weight),))
+def _norm(name: str, layer: nn.Module, path: str) -> FileTensor:
+    return FileTensor(f"{name}.weight", (cast(torch.Tensor, layer.get_submodule(path).weight),))
 
 
-def _projection(role: str, linear: nn.Linear, pair_heads: int = 0, scale: float = 1.0) -> Iterator[_Tensor]:
-    yield _Tensor(f"{_NAMES[role]}.weight", (linear.weight,), pair_heads, scale)
+def _projection(role: str, linear: nn.Linear, pair_heads: int = 0, scale: float = 1.0) -> Iterator[FileTensor]:
+    yield FileTensor(f"{_NAMES[role]}.weight", (linear.weight,), pair_heads=pair_heads, scale=scale)
     if linear.bias is not None:
-        yield _Tensor(f"{_NAMES[role]}.bias", (linear.bias,), pair_heads, scale)
+        yield FileTensor(f"{_NAMES[role]}.bias", (linear.bias,), pair_heads=pair_heads, scale=scale)
 
 
 def _notes(
@@ -304,9 +338,17 @@ def _notes(
     biases = (parameter(layer, f"{family.projections()['query']}.bias") for layer in decoder_layers(model, family))
     if any(bias is not None and len(bias) != model.config.hidden_size for bias in biases):
         yield "biases of q are not as long as the hidden size: llama-cpp-python 0.3.36 reads that, 0.3.9 refuses the file"
+
+
+def _width_notes(model: PreTrainedModel, family: Family, sizes: Sequence[LayerWidths]) -> Iterator[str]:
+    """Yield what the widths will cost where the file is quantised later."""
     head_dim = family.head_dim(decoder_layers(model, family)[0])
     rows = {"MLPs": [size.channels for size in sizes], "attention blocks": [size.heads * head_dim for size in sizes]}
-    for block, effect in ((256, "become larger types under K-quants"), (32, "stay F16 in every quantised file")):
+    effects = {
+        quantiser.K_BLOCK: "become larger types under K-quants",
+        quantiser.BLOCK: "stay F16 in every quantised file",
+    }
+    for block, effect in effects.items():
         for what, lengths in rows.items():
             odd = sum(1 for length in lengths if length % block)
             if odd and model.config.hidden_size % block == 0:  # else the dense model has the same trouble everywhere

