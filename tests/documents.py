@@ -148,6 +148,7 @@ class Reader:
         words = self._in_place(name, words)
         needs = bool(_HUB_MODEL.search(" ".join(words))) or not {"--address", "--gpus-per-trial"}.isdisjoint(words)
         needs |= name in ("search", "evaluate") and "DIR" in words and "--data-dir" not in words  # the hub's texts
+        needs |= name in ("upload", "reproduce")
         space = words[words.index("--search-space") + 1] if "--search-space" in words else ""
         runs = name == "search" and "--dry-run" not in words and not needs and space.endswith(QUICK_SPACES)
         if name in ("search", "shrink") and not needs:

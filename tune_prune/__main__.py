@@ -17,12 +17,14 @@ COMMANDS = {  # module, what it does
     "prune": ("tune_prune.commands.prune", "save the best pruned model"),
     "evaluate": ("tune_prune.commands.evaluate", "test any model: perplexity and accuracy on benchmarks"),
     "speed": ("tune_prune.commands.speed", "measure how fast a pruned model is beside the original"),
+    "upload": ("tune_prune.commands.upload", "put a pruned model on the Hugging Face hub"),
+    "reproduce": ("tune_prune.commands.reproduce", "make a published model again, and compare"),
 }
 HELP = "\n".join(
     [
         "usage: tune-prune COMMAND [options]",
         "\nMake a language model smaller, and see what it costs you.\n",
-        *(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items()),
+        *(f"  {name:<11}{what}" for name, (_, what) in COMMANDS.items()),
         "\na first try, in a minute on a CPU:",
         "  tune-prune shrink tiny-llama",
         "\nEach command has --help. tune-prune --version prints versions.",

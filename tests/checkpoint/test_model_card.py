@@ -149,6 +149,7 @@ def test_front_matter_and_first_sentence(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert front_matter(text) == {
         "base_model": HUB_ID,
+        "base_model_relation": "finetune",
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["pruned", "structured-pruning", "tune_prune", "llama"],

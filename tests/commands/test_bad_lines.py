@@ -23,7 +23,7 @@ SHORT = {
 }
 # A line, and behind ` : ` the words that its sentence must have, with ` ; ` between them.
 LINES = r"""
-serch --model tiny-llama : unknown command 'serch' ; did you mean 'search'? ; evaluate, prune, search, shrink, speed
+serch --model tiny-llama : unknown command 'serch' ; did you mean 'search'? ; prune, reproduce, search, shrink, speed
 shrink : MODEL is missing ; tune-prune shrink tiny-llama
 shrink tiny-llama tiny-qwen2 : 2 models are given ; name one
 shrink tiny-llamma --dry-run : unknown model 'tiny-llamma' ; did you mean 'tiny-llama'?
@@ -121,6 +121,15 @@ prune PRUNE --recovery lora --recovery-rate 2 : --recovery-rate: '2' ; at most 1
 prune --model tiny-llama --method taylor --seq-len 4096 --num-samples 8 --output out : 4096 ; 512
 prune TAYLOR --output s3:/b/x : --output s3:/b/x is no folder
 prune TAYLOR --output file : --output ; exists and is not a folder
+prune PRUNE --upload small : --upload: 'small' is not a name on the hub, such as YOU/smaller-model
+prune PRUNE --public : --public is for --upload
+upload kept : the following arguments are required: REPO
+upload kept a/b--c : REPO: 'a/b--c' is not a name on the hub
+upload kept a/b : kept has no tune_prune.json, so it is no checkpoint
+reproduce kept : kept has no tune_prune.json
+reproduce nowhere/at/all : nowhere/at/all does not exist ; ORG/NAME
+reproduce list.json : list.json is damaged: config is missing ; restore it
+reproduce a/b --output file : --output ; exists and is not a folder
 evaluate : the following arguments are required: --model
 evaluate --model tiny-llama --model tiny-qwen2 : --model is given twice ; evaluate takes one
 evaluate --model tiny-llama --perplexity-window 1 : --perplexity-window: '1' ; from 2

@@ -11,12 +11,13 @@ import pytest
 
 import tune_prune.__main__
 from tests.search_folders import TINY
-from tune_prune.commands import analysis, evaluate, prune, search, speed
+from tune_prune.commands import analysis, evaluate, prune, reproduce, search, speed, upload
 from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.parser import Parser
 
+PARSERS = [module.parser for module in (search, prune, evaluate, speed, upload, reproduce, analysis)]
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
 
@@ -62,7 +63,7 @@ def test_the_next_commands_of_a_search_are_command_lines() -> None:
         assert kept == [("my results/x", label, output) for label, output in zip(labels, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("parser", [search.parser, prune.parser, evaluate.parser, speed.parser, analysis.parser])
+@pytest.mark.parametrize("parser", PARSERS)
 def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]) -> None:
     text = parser().format_help_all()
     for example in parser().examples:
@@ -71,7 +72,7 @@ def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]
     assert len(parser().examples) > 1 and "exit codes:\n  0    done" in text
 
 
-@pytest.mark.parametrize("parser", [search.parser, prune.parser, evaluate.parser, speed.parser, analysis.parser])
+@pytest.mark.parametrize("parser", PARSERS)
 def test_help_is_one_screen_and_help_all_has_every_flag(parser, capsys, monkeypatch):
     """With all that is said of a flag; --help has the first paragraph of it, and names --help-all in its last line."""
     monkeypatch.setenv("COLUMNS", "100")
@@ -97,4 +98,4 @@ def test_help_is_one_screen_and_help_all_has_every_flag(parser, capsys, monkeypa
 def test_commands_under_one_name(printed: Callable[..., str]) -> None:
     main = tune_prune.__main__.main
     assert printed(main, "search", *TINY, "--dry-run").endswith("dry run: nothing was started\n")
-    assert printed(main) == printed(main, "--help") and "\n  search    try " in printed(main)
+    assert printed(main) == printed(main, "--help") and "\n  search     try " in printed(main)

@@ -80,6 +80,10 @@ HELD_BY = {
     ],
     "Checkpoints": [f"{HERE}::test_checkpoints_hold_no_code_but_two_files"],
     "Secrets": [f"{HERE}::test_secrets_stay_out", f"{FOLLOWED}::test_no_secret_is_written"],
+    "Uploads": [
+        "commands/test_upload.py::test_a_pruned_model_is_uploaded_in_one_commit_privately_and_without_paths",
+        "commands/test_upload.py::test_what_cannot_be_uploaded_is_said_before_the_work",
+    ],
     "Overwriting": [
         f"{HERE}::test_nothing_else_is_overwritten",
         "commands/test_bad_lines.py::test_a_bad_line_is_told_what_to_write",

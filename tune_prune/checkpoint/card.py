@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 
 from tune_prune.checkpoint.generation_speed import conditions, rate
+from tune_prune.checkpoint.licenses import TERMS
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text, number
@@ -64,17 +65,19 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         "markdown": markdown,
         "percent": "{:.1%}".format,
         "percent_in_full": "{:.2%}".format,
-        "public": _public,
+        "public": public,
         "rate": rate,
         "share": share,
         "short": short_count,
         "times": lambda after, before: f"× {after / before:.2f}",
     }
     hub_id = base_hub_id(manifest)
+    terms = TERMS.get(manifest.base.license.get("license", ""))
     licence = {key: " ".join(text.split()) for key, text in manifest.base.license.items()}  # a line each
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         about=manifest,
         base=manifest.base,
+        built_with=terms.built_with if terms else "",
         calibration=_calibration(manifest),
         command=command_line(folder, manifest),
         conditions=conditions,
@@ -146,11 +149,11 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     """Return the command that makes this checkpoint again, in lines. A local folder is named without its place."""
     base, config, source = manifest.base, manifest.config, manifest.source
     revision = base.revision if base_hub_id(manifest) else None
-    flags: dict[str, Any] = {"--model": _public(base.model), "--revision": revision}
+    flags: dict[str, Any] = {"--model": public(base.model), "--revision": revision}
     values = {HYPERPARAMETERS[n]: getattr(config, n) for n in load_method(config.method).hyperparameters}
     flags |= {r.flag: value for r, value in values.items() if value != r.default or not (r.switch or r.later)}
     flags |= {
-        "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
+        "--calibration": "+".join(map(public, texts_of(source.of(config).calibration))) if source else None,
         "--seed": source.of(config).seed if source else None,
         "--dtype": saved_config(folder).get("dtype"),
         "--format": manifest.format if manifest.format != "hf" else None,
@@ -256,12 +259,12 @@ def _calibration(manifest: Manifest) -> str:
         "c4": "C4 train",
     }
     run = source.of(config)
-    texts = [names.get(text) or markdown_code(_public(text)) for text in texts_of(run.calibration)]
+    texts = [names.get(text) or markdown_code(public(text)) for text in texts_of(run.calibration)]
     text = texts[0] if len(texts) == 1 else f"{' and '.join(texts)} in equal parts, in turn"
     return f"{samples} of {text}, seed {run.seed}"
 
 
-def _public(name: str) -> str:
+def public(name: str) -> str:
     """Return a name without the place of a file or folder on the machine that was used."""
     return PurePath(name).name if PurePath(name).is_absolute() else name
 

@@ -100,6 +100,10 @@ class Manifest(Provenance):
     created: Text  # ISO date
     speed: dict[str, GenerationSpeed] | None = None  # before it was quantised, where it was
     quantization: Text | None = None  # what its matrices are quantised to, e.g. Q4_K_M; `metrics` were measured before
+    dtype: Text | None = (
+        None  # in which it was written or quantised; None, as for the next: not recorded by older versions
+    )
+    shard_bytes: Positive | None = None  # largest size of a weight file that was asked for
     notes: list[str] = field(default_factory=list)  # caveats for users of the files, in sentences
     schema_version: Positive
 
@@ -171,10 +175,13 @@ def read(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint folder; None where there is none. Raises UserError for a damaged one, with file and
     field."""
     path = folder / MANIFEST
+    return read_file(path) if path.exists() else None
+
+
+def read_file(path: Path) -> Manifest:
+    """Return the manifest in a file, whatever it is named. Raises UserError for a damaged one, with file and field."""
     try:
         return Manifest.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); make it readable") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -204,6 +211,11 @@ def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig,
     for path in weight_files.files(folder) if file is None else []:
         if path.name not in manifest.files:
             raise _differs(folder, f"{path.name} would be loaded, which the manifest does not list")
+    check_files(folder, manifest)
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raise UserError unless the weight files of `folder`, hashed whole, are those that the manifest lists."""
     for name, recorded in manifest.files.items():
         path = folder / name
         if not path.is_file():

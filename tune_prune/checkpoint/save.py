@@ -26,7 +26,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tune_prune import __version__
-from tune_prune.checkpoint import card, generation_speed, layers, manifest, quantisation
+from tune_prune.checkpoint import card, generation_speed, layers, licenses, manifest, quantisation
 from tune_prune.checkpoint.layers import sizes
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, Provenance, provenance
 from tune_prune.core.errors import UserError
@@ -116,9 +116,13 @@ def save_checkpoint(
             versions={"tune_prune": __version__}
             | {name: importlib.metadata.version(name) for name in RECORDED_PACKAGES},
             created=datetime.now(UTC).date().isoformat(),
+            dtype=str(dense.model.dtype).removeprefix("torch."),
+            shard_bytes=shard_bytes,
             schema_version=SCHEMA_VERSION,
         )
         copy_license_files(dense.source, work)
+        if (terms := licenses.TERMS.get(written.base.license.get("license", ""))) and not any(work.glob("NOTICE*")):
+            (work / "NOTICE").write_text(f"{terms.notice}\n", encoding="utf-8")
         manifest.write(work, written)
         card.write_card(work, written, dense.geometry)
         check_folder(folder, overwrite)  # what somebody has put there meanwhile
@@ -310,9 +314,23 @@ def base_license(source: ModelSource) -> dict[str, str]:
 
 
 def copy_license_files(source: ModelSource, folder: Path) -> None:
-    """Copy the licence texts beside the weights of a local model into the checkpoint `folder`."""
-    if source.kind == "folder":
-        for pattern in LICENSE_FILES:
-            for path in Path(source.location).glob(pattern):
-                if path.is_file() and path.suffix != ".py":  # nor a folder LICENSES/, as some projects have it
-                    shutil.copyfile(path, folder / path.name)
+    """Copy the licence texts beside the weights of a folder's or a hub's model into the checkpoint `folder`; those of the hub as
+    far as it can be reached."""
+    if source.kind == "hub":
+        try:
+            revision = (
+                hub.commit(source.location, source.revision) or source.revision
+            )  # else the cache's main branch moves
+            place = huggingface_hub.snapshot_download(
+                source.location, revision=revision, allow_patterns=list(LICENSE_FILES)
+            )
+        except (OSError, ValueError):  # no network, and not cached before
+            return
+    elif source.kind == "folder":
+        place = source.location
+    else:
+        return
+    for pattern in LICENSE_FILES:
+        for path in Path(place).glob(pattern):
+            if path.is_file() and path.suffix != ".py":  # nor a folder LICENSES/, as some projects have it
+                shutil.copyfile(path, folder / path.name)

@@ -14,11 +14,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tune_prune import embedded
-from tune_prune.checkpoint import generation_speed, layers, quantisation
+from tune_prune.checkpoint import generation_speed, layers, publish, quantisation
 from tune_prune.checkpoint.layers import sizes
 from tune_prune.checkpoint.manifest import MANIFEST, Format, Manifest, read, require_dense, verify
-from tune_prune.checkpoint.save import check_folder, save_checkpoint, shard_bytes_of
+from tune_prune.checkpoint.save import base_license, check_folder, save_checkpoint, shard_bytes_of
 from tune_prune.commands import prune_request
+from tune_prune.commands import upload as upload_command
 from tune_prune.commands.options import checked, documented
 from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core import speed_records, temporary
@@ -86,7 +87,8 @@ class Model:
         `perplexity_window`: None: as recorded of a checkpoint, else the run's. `memory`: bytes that `prune` and `evaluate` may
         take; None: what is free then. `base`: the model that a checkpoint was pruned from; None: where its manifest says."""
         self.device = loading.pick_device(device)
-        self._source = catalog.resolve(run.model, run.revision)
+        # A model that has moved keeps the name that it was searched by, which a GGUF file of it holds.
+        self._source = replace(catalog.resolve(run.model, run.revision), label=run.label)
         self.hf_config = loading.load_config(self._source)  # of transformers
         self.manifest: Manifest | None = verify(self._source, self.hf_config)
         if self.manifest is not None and run.data_dir is None and self.manifest.base_name in embedded.MODEL_NAMES:
@@ -194,6 +196,11 @@ class Model:
         passes = wanted([config], self.geometry.num_layers, self.device)
         what = f"to prune {self.label} by {config.name}"
         return self._fastest(passes, lambda way: [cut(removed, way)], what, removed)
+
+    def check_upload(self, repo: str, public: bool = False) -> None:
+        """Check that a model made of this one can be uploaded as `repo` ("org/name"), before hours of work: token, name, licence.
+        Raises UserError, or MachineError where the hub does not answer."""
+        publish.check(repo, base_license(self._source), public)
 
     def way_to_measure(self, run: ModelRun, removed_params: int | None = None, kl: bool = False) -> Residency:
         """Choose the fastest way to hold the model that fits while it is measured, or a copy without so many parameters; with `kl`
@@ -410,6 +417,8 @@ class PrunedModel:
         overwrite: bool = False,
         measure: bool = False,
         quantize: str | None = None,
+        upload: str | None = None,
+        public: bool = False,
     ) -> Manifest:
         """Write it to `folder` as a checkpoint that loads elsewhere, whole or not at all; returns its Manifest (files, sizes,
         configuration, plan: tune_prune.json).
@@ -417,26 +426,32 @@ class PrunedModel:
         {options}
 
         The weights are those of the base model, cut, refitted or trained. Raises UserError where `folder` exists or cannot be
-        written, or where the format cannot hold the model (docs/checkpoints.md).
+        written, where the format cannot hold the model (docs/checkpoints.md), or where it cannot be uploaded; MachineError where
+        the network fails: then it is saved.
         """
         asked = dict(
             format=format, dtype=dtype, shard_gb=shard_gb, overwrite=overwrite, measure=measure, quantize=quantize
         )
-        checked("prune", asked)
+        checked("prune", asked | {"upload": upload, "public": public})
         quantisation.check(quantize, format, self.config.shape)
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
+        if upload is not None:
+            self.dense.check_upload(upload, public)
         kind = getattr(torch, dtype) if dtype else getattr(self.dense.hf_config, "dtype", None) or torch.float32
         about = self._recipe, self._request, path, format
         how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=shard_bytes_of(shard_gb), measure_speed=measure)
         how["quantize"] = quantize
-        return first_that_fits(
+        written = first_that_fits(
             f"saving of {self.dense.label}",
             self.dense._ways_to_save(kind, whole=measure),
             lambda way: save_checkpoint(self.dense.loaded(kind, way), *about, **how),
             torch.device(self.dense.device),
             lambda: "leave out that speed is measured" if measure else "",
         )
+        if upload is not None:
+            upload_command.upload(path, upload, public)
+        return written
 
 
 def speed_conditions(

@@ -77,6 +77,18 @@ class TaskName(_Named):
         return isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value) is not None
 
 
+class Repository(_Named):
+    """A name of a model on the Hugging Face hub, by the rules of huggingface_hub.utils.validate_repo_id."""
+
+    is_text = True
+    words = "a name on the hub, such as YOU/smaller-model"
+
+    def holds(self, value: Any) -> bool:
+        name = r"\w([\w.-]{0,94}\w)?"
+        fits = isinstance(value, str) and re.fullmatch(f"{name}/{name}", value, re.ASCII) is not None
+        return fits and not re.search(r"--|\.\.|\.git$", value)
+
+
 @dataclass(frozen=True)
 class Number(Kind):
     """Numbers within bounds, both included; `words` names them with their unit and an example."""

@@ -24,6 +24,7 @@ from tune_prune.commands.option_kinds import (
     LabelledPlace,
     Number,
     Place,
+    Repository,
     Several,
     Size,
     Switch,
@@ -73,7 +74,12 @@ class Option:
     once: bool = False  # is refused when it is given again, as another command takes several
     again: bool = False  # may be given again for more; its kind is Several
     keyword: bool = True  # is one in Python, too
-    positional: bool = False  # is no flag: any number of values, by its metavar
+    positional: bool = False  # is no flag, and known by its metavar
+
+    @property
+    def many(self) -> bool:
+        """Say whether a command line gives any number of values."""
+        return self.again or (self.positional and isinstance(self.kind, Several))
 
     @property
     def usual(self) -> Any:
@@ -172,6 +178,7 @@ MEMORY = Option("memory", Size(), "SIZE",
     "most memory for {}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: slower, with the "
     "same numbers."
 )
+PUBLIC = switch("public", "with --upload: let everybody read it (default: private)")
 OVERWRITE = switch("overwrite", "replace a pruned model at --output")
 # What a model is measured on, the same for every command that measures
 DATA_DIR = Option("data_dir", Text(), "DIR",
@@ -442,6 +449,8 @@ PRUNE = Command(
             ),
             OVERWRITE,
             switch("measure", "also measure speed and memory, of the original model, too"),
+            Option("upload", Repository(), "ORG/NAME", "upload it to the Hugging Face hub, under that name"),
+            PUBLIC,
             _memory("pruning"),
             DEVICE,
         ),
@@ -516,6 +525,52 @@ SPEED = Command(
     },
 )
 
+UPLOAD = Command(
+    usage="DIR ORG/NAME",
+    description="Upload a pruned model to the Hugging Face hub: private, unless you say --public.",
+    examples={
+        "my-smaller-model YOU/smaller-model": "for you alone",
+        "my-smaller-model YOU/smaller-model --dry-run": "what would be uploaded",
+        "my-smaller-model YOU/smaller-model --public": "for everybody",
+    },
+    common={"what, and where to": ("DIR", "REPO"), "who can read it": ("--public",), "first": ("--dry-run",)},
+    groups={
+        "options": (
+            Option("folder", Text(), "DIR", "folder of a pruned model, as prune has written it", positional=True),
+            Option("repo", Repository(), "REPO", "its name on the hub, ORG/NAME: yours, or an organisation's", positional=True),
+            replace(PUBLIC, help="let everybody read it (default: private)"),
+            switch("dry_run", "check everything, list the files, and stop"),
+        ),
+    },
+)
+
+REPRODUCE = Command(
+    usage="WHERE",
+    description="Make a pruned model again from its tune_prune.json, and compare: are the weights the same?",
+    examples={
+        "ORG/NAME": "a model of the hub",
+        "my-smaller-model": "a folder",
+        "tune_prune.json --base DIR --output again": "from the file alone, of a model in a folder; and keep what was made",
+    },
+    common={
+        "what is made again": ("WHERE", "--revision"),
+        "what it was made of, where that is no name of the hub": ("--base", "--calibration"),
+        "what is kept": ("--output",),
+        "where it runs": ("--device", "--memory"),
+    },
+    groups={
+        "options": (
+            Option("where", Text(), "WHERE", "tune_prune.json, the folder of a pruned model, or its hub id", positional=True),
+            replace(REVISION, help="branch, tag or commit of a pruned model on the hub (default: main)"),
+            replace(BASE, help=f"{BASE.help} (default: where tune_prune.json says)"),
+            replace(CALIBRATION, help="the sample text, where it is a file (default: where tune_prune.json says)"),
+            Option("output", Text(), "DIR", "folder to write, a new one (default: none is kept)"),
+            _memory("pruning"),
+            DEVICE,
+        ),
+    },
+)
+
 ANALYSIS = Command(
     usage="EXPERIMENT ...",
     description="Report on searches, finished or not: the best configuration, how sure that is, tables, figures.",
@@ -567,6 +622,8 @@ COMMANDS = {
     "prune": PRUNE,
     "evaluate": EVALUATE,
     "speed": SPEED,
+    "upload": UPLOAD,
+    "reproduce": REPRODUCE,
     "analysis": ANALYSIS,
 }
 # By command and name; a function of the Python API has those of its command.
@@ -591,7 +648,10 @@ NEEDS = {
         ("json", "status", "is for --status; leave it out, or give --log-json for the events of a search"),
         ("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"),
     ),
-    "prune": (("base", "config", "is for --config; name the model with --model"),),
+    "prune": (
+        ("base", "config", "is for --config; name the model with --model"),
+        ("public", "upload", "is for --upload; leave it out: a folder of this machine is for those who can read it"),
+    ),
     "speed": (
         ("all", "config", "is for --config; leave it out"),
         ("overwrite", "config", "is for --config; leave it out"),
@@ -617,7 +677,8 @@ class CommandLine(Parser):
                     group.add_argument(option.flag, action="store_true", help=option.help)
                     continue
                 if option.positional:
-                    group.add_argument(option.name, nargs="*", metavar=option.metavar, help=option.help)
+                    count = "*" if option.many else None
+                    group.add_argument(option.name, nargs=count, metavar=option.metavar, help=option.help)
                     continue
                 choices = f"{{{','.join(option.kind.names)}}}" if isinstance(option.kind, Choice) else "VALUE"
                 group.add_argument(
@@ -635,7 +696,7 @@ class CommandLine(Parser):
         for name, option in OPTIONS[self._command].items():
             text = getattr(given, name)
             try:
-                if option.again or option.positional:
+                if option.many:
                     setattr(given, name, tuple(value for one in text or () for value in option.read(one)))
                 elif isinstance(text, str):
                     setattr(given, name, option.read(text))

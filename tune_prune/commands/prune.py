@@ -52,6 +52,7 @@ def _main(argv: list[str]) -> None:
     from tune_prune.commands import (
         api,
         prune_request,  # imports torch: not before every flag has been read
+        upload,
     )
     from tune_prune.commands.opened import Model
     from tune_prune.tuning import resolve
@@ -81,10 +82,15 @@ def _main(argv: list[str]) -> None:
             args.align,
             args.tensor_parallel,
         )
+    if args.upload is not None:
+        dense.check_upload(args.upload, args.public)
     how = {name: getattr(args, name) for name in ("dtype", "overwrite", "shard_gb", "measure", "quantize")}
     saved = save(dense, request, folder, args.format, **how)
     others = args.revision or args.dtype or args.memory  # which the command that is printed would have to repeat
     say(describe(folder, saved, dense, [] if others else again(args.config, args.model, args.base)))
+    if args.upload is not None:
+        say()
+        upload.upload(folder, args.upload, args.public)
 
 
 def again(config: str | None, label: str | None, base: str | None = None) -> list[str]:
@@ -118,7 +124,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     if dense.found_as:
         say(f"weights      {dense.found_as}")
     searched = request.plan_file is not None
-    pruned = dense.execute(request, lambda stage: _say_stage(stage, searched))
+    pruned = dense.execute(request, lambda stage: say_stage(stage, searched))
     plan = pruned.plan
     text = f"by {request.run.of(config).calibration} text" if "calibration" in read else "without sample text"
     how = "as searched" if searched else f"chosen {text} in {request.run.dtype}"
@@ -139,7 +145,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
 _STAGES = {"importance": "gradients", "refit": "repair", "recovery": "training", "pruning": "cut"}
 
 
-def _say_stage(stage: StageReport, searched: bool) -> None:
+def say_stage(stage: StageReport, searched: bool) -> None:
     """Say what a stage has taken; cutting runs no text through the model, and is never kept from before."""
     taken = f"{stage.duration_s:.1f} s"
     if stage.tokens:
@@ -245,8 +251,9 @@ def _next(folder: Path, about: Manifest, dense: Model, where: str, command: Sequ
                 steps.append(("llama.cpp", shlex.join([*command, "--format", "gguf", "--output", f"{where}-gguf"])))
     model = where if place == folder else f"{where}/{place.name}"
     steps.append(("evaluate", shlex.join(evaluation(model, about))))
-    name = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).strip("-.") or "model"  # as a hub takes it
-    steps.append(("share", shlex.join(["hf", "upload", f"YOU/{name}", where])))
+    # As the hub takes a name.
+    name = re.sub(r"[^\w.-]+|-{2,}|\.{2,}", "-", folder.name, flags=re.ASCII).strip("-.") or "model"
+    steps.append(("share", shlex.join(["tune-prune", "upload", where, f"YOU/{name}"])))
     return [f"{'' if number else 'next':<13}{name:<11}{line}" for number, (name, line) in enumerate(steps)]
 
 
