@@ -216,10 +216,10 @@ SHRINK = Command(
     examples={
         "tiny-llama": "a toy model, in a minute on a CPU",
         "qwen2.5 --dry-run --gpu 4090": "what it would cost on a GPU that you need not own",
-        "qwen2.5 --for llama.cpp": "a GGUF file",
+        "qwen2.5 --for llama.cpp --quantize q4_k_m": "a GGUF file for llama.cpp and Ollama",
     },
     common={
-        "what to make": ("MODEL", "--pruning-ratio", "--for", "--output"),
+        "what to make": ("MODEL", "--pruning-ratio", "--for", "--quantize", "--output"),
         "faster or better": ("--quick", "--thorough", "--calibration"),
         "before you start": ("--data-dir", "--dry-run", "--gpu"),
     },
@@ -233,6 +233,10 @@ SHRINK = Command(
                 vllm          an OpenAI server
                 llama.cpp     GGUF, for Ollama, too
                 mlx           Macs""", default="transformers"
+            ),
+            Option("quantize", Choice(KINDS), "KIND",
+                "store it in fewer bits (default: as the original)\n\n"
+                f"llama.cpp: {', '.join(GGUF_KINDS)}; transformers and vllm: int8, int4; docs/checkpoints.md"
             ),
             Option("output", Text(), "DIR", "folder to write, a new one (default: of model, ratio and engine)"),
             replace(TENSOR_PARALLEL, help="with --for vllm: GPUs over which every layer can be split (default: 1)"),

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format
     from tune_prune.commands.opened import Model
-    from tune_prune.commands.prune_request import PruneRequest
     from tune_prune.commands.results import Results
     from tune_prune.evaluation.evaluation import Evaluation
     from tune_prune.tuning.plan import Plan
@@ -85,6 +84,10 @@ def _main(argv: list[str]) -> None:
         raise UserError(f"{given}; name one, e.g. tune-prune shrink tiny-llama")
     if args.quick and args.thorough:
         raise UserError("--quick and --thorough are given; leave one of them out")
+    if args.quantize is not None and vars(args)["for"] == "mlx":
+        raise UserError(
+            f"--quantize {args.quantize} is not for MLX, which quantises by itself; leave it out, then mlx_lm.convert -q"
+        )
     if args.tensor_parallel is not None and vars(args)["for"] != "vllm":
         raise UserError(f"--tensor-parallel {args.tensor_parallel} is for vLLM; add --for vllm, or leave it out")
     again = shlex.join(["tune-prune", "shrink", *argv])
@@ -100,12 +103,14 @@ def _shrink(args: argparse.Namespace) -> None:
         flags.limit_threads()
         asked = _asked(args, effort, _shape(model, target))
         settings = flags.settings_from({name: option.usual for name, option in OPTIONS["search"].items()} | asked)
+    from tune_prune.checkpoint import quantisation
     from tune_prune.commands import plan_page
     from tune_prune.commands.results import run
     from tune_prune.tuning.preflight import make_plan
 
     with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
         plan = make_plan(settings, args.gpu)
+    quantisation.check(args.quantize, target.format, plan.models[0].shapes[0])
     folder = _folder(args, plan)
     say(plan_page.summary(plan, details=False))
     say(
@@ -120,8 +125,8 @@ def _shrink(args: argparse.Namespace) -> None:
     label, lines = chosen(results)
     say("\n" + "\n".join(plan_page.lines(lines)) + "\n")
     with terminal.shown():
-        about = _saved(results, label, folder, target)
-        measured = _measured(folder, about, args)
+        about = _saved(results, label, folder, target.format, args.quantize)
+        measured = _measured(folder, about, args.data_dir)
     say(f"\n{comparison(about, measured)}\n")
     for name, line in _closing(folder, about, results):  # in one line each, to be copied
         say(f"{name:<12} {line}")
@@ -166,6 +171,7 @@ def _folder(args: argparse.Namespace, plan: Plan) -> Path:
     model = plan.models[0]
     (ratio,) = model.targets
     name = f"{folder_name(model.run.label)}-{100 * ratio:.4g}{TARGETS[vars(args)['for']].ending}"
+    name += f"-{args.quantize}" if args.quantize else ""
     folder = Path(args.output or name).expanduser().absolute()
     if not folder.is_dir() or manifest.read(folder) is None:
         check_folder(folder, overwrite=False)
@@ -208,25 +214,22 @@ def _best(scores: Any) -> float:
     return max((float(value) for value in scores if not math.isnan(value)), default=math.nan)
 
 
-def _saved(results: Results, label: str, folder: Path, target: Target) -> Manifest:
-    """Save the configuration of that label in `folder`, unless it is there; return what the folder says of it."""
-    from tune_prune.checkpoint import manifest
+def _saved(results: Results, label: str, folder: Path, fmt: Format, kind: str | None) -> Manifest:
+    """Save the configuration of that label in `folder`, unless it is there; return what the folder says of it. `kind`: of
+    checkpoint.quantisation."""
+    from tune_prune.checkpoint import manifest, quantisation
     from tune_prune.commands import prune, prune_request
     from tune_prune.commands.opened import Model
 
     request = prune_request.from_config(str(results.folder), label)
     if folder.is_dir() and (about := manifest.read(folder)) is not None:
-        if not _is_that(about, request, target.format):
+        wanted = request.config, fmt, quantisation.name_of(kind), request.plan or about.plan
+        if (about.config, about.format, about.quantization, about.plan) != wanted:
             raise UserError(f"--output {folder} holds another pruned model; name another folder, or remove that one")
         say(f"saved        {folder.name}/ is there already")
         return about
     dense = Model(request.run, prune.device_of(request, measure=True))
-    return prune.save(dense, request, folder, target.format, measure=_speed_fits(dense))
-
-
-def _is_that(about: Manifest, request: PruneRequest, fmt: Format) -> bool:
-    plan = request.plan
-    return (about.config, about.format) == (request.config, fmt) and plan in (None, about.plan)
+    return prune.save(dense, request, folder, fmt, measure=_speed_fits(dense), quantize=kind)
 
 
 def _speed_fits(dense: Model) -> bool:
@@ -240,35 +243,30 @@ def _speed_fits(dense: Model) -> bool:
     return 2.5 * dense.params * itemsize.itemsize < free
 
 
-def _measured(folder: Path, about: Manifest, args: argparse.Namespace) -> Evaluation | None:
-    """Measure what was saved as the search has measured it; None where only its own engine reads it."""
+def _measured(folder: Path, about: Manifest, data_dir: str | None) -> Evaluation:
+    """Measure what was saved on the search's questions and text, beside the original."""
     from tune_prune.commands import api
-    from tune_prune.models.gguf import header
 
-    place, run = folder, about.source
-    assert run is not None
-    if about.format == "gguf":
-        place = folder / next(iter(about.files))
-        if not header.is_read(place):
-            return None
+    run = about.source
+    assert run is not None  # a search's
+    place = folder / next(iter(about.files)) if about.format == "gguf" else folder
     protocol = run.protocol
     model = api.open(
-        place, data_dir=args.data_dir, seed=run.seed, dtype=run.dtype, perplexity_tokens=protocol.perplexity_tokens
+        place, data_dir=data_dir, seed=run.seed, dtype=run.dtype, perplexity_tokens=protocol.perplexity_tokens
     )
     with terminal.waiting("measuring the saved model ..."):
         return model.evaluate(protocol.limit, protocol.tasks, kl=True)
 
 
-def comparison(about: Manifest, measured: Evaluation | None) -> str:
-    """Return the saved model beside the original as a table. `measured`: of the saved model; None: what was measured of it before
-    it was written."""
+def comparison(about: Manifest, measured: Evaluation) -> str:
+    """Return the saved model beside the original as a table."""
     from tune_prune.analysis.render.messages import pm
     from tune_prune.checkpoint.card import format_perplexity, metric, share, short_bytes, short_count
     from tune_prune.checkpoint.generation_speed import rate
     from tune_prune.checkpoint.layers import aligned
 
     before: Mapping[str, Any] = about.baseline or {}
-    after: Mapping[str, Any] = (measured.record.metrics if measured is not None else about.metrics) or {}
+    after: Mapping[str, Any] = measured.record.metrics
     dense, now = about.sizes["dense"], about.saved_sizes
     on_disk = sum(file.bytes for file in about.files.values())
     accuracies, likely = (
