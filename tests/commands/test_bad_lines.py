@@ -24,8 +24,10 @@ SHORT = {
 # A line, and behind ` : ` the words that its sentence must have, with ` ; ` between them.
 LINES = r"""
 serch --model tiny-llama : unknown command 'serch' ; did you mean 'search'? ; prune, reproduce, search, shrink, speed
-shrink : MODEL is missing ; tune-prune shrink tiny-llama
-shrink tiny-llama tiny-qwen2 : 2 models are given ; name one
+shrink : arguments are required: MODEL ; tune-prune shrink --help-all
+shrink tiny-llama --for mlx --quantize q4_k_m : --quantize q4_k_m is not for MLX ; mlx_lm.convert
+shrink tiny-llama --for vllm --quantize q4_k_m --dry-run : --quantize q4_k_m is no type of --format vllm ; leave --quantize out
+shrink tiny-llama --public : --public is for --upload
 shrink tiny-llamma --dry-run : unknown model 'tiny-llamma' ; did you mean 'tiny-llama'?
 shrink tiny-llama --for vlm --dry-run : --for: unknown value 'vlm'; did you mean 'vllm'?
 shrink tiny-llama --for mlx --shape free : unknown flag --shape

@@ -178,6 +178,7 @@ MEMORY = Option("memory", Size(), "SIZE",
     "most memory for {}, e.g. 20GiB (default: what is free)\n\nA model that does not fit goes layer by layer: slower, with the "
     "same numbers."
 )
+UPLOAD_TO = Option("upload", Repository(), "ORG/NAME", "upload it to the Hugging Face hub, under that name")
 PUBLIC = switch("public", "with --upload: let everybody read it (default: private)")
 OVERWRITE = switch("overwrite", "replace a pruned model at --output")
 # What a model is measured on, the same for every command that measures
@@ -222,10 +223,11 @@ SHRINK = Command(
         "what to make": ("MODEL", "--pruning-ratio", "--for", "--quantize", "--output"),
         "faster or better": ("--quick", "--thorough", "--calibration"),
         "before you start": ("--data-dir", "--dry-run", "--gpu"),
+        "publish it": ("--upload", "--public"),
     },
     groups={
         "options": (
-            replace(MODEL, kind=Several(Text()), metavar="MODEL", once=False, positional=True),
+            replace(MODEL, metavar="MODEL", once=False, positional=True),
             _hyperparameter("pruning_ratio"),
             Option("for", Choice(("transformers", "vllm", "llama.cpp", "mlx")), "ENGINE",
                 """where it will run, which decides shape and files (default: %(default)s)
@@ -246,6 +248,8 @@ SHRINK = Command(
             DATA_DIR,
             switch("dry_run", "check everything, say whether it fits and how long it takes, and stop"),
             Option("gpu", GpuKind(), "KIND", "with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB"),
+            UPLOAD_TO,
+            PUBLIC,
         ),
     },
 )
@@ -453,7 +457,7 @@ PRUNE = Command(
             ),
             OVERWRITE,
             switch("measure", "also measure speed and memory, of the original model, too"),
-            Option("upload", Repository(), "ORG/NAME", "upload it to the Hugging Face hub, under that name"),
+            UPLOAD_TO,
             PUBLIC,
             _memory("pruning"),
             DEVICE,
@@ -647,7 +651,10 @@ OPTIONS["open"] = OPTIONS["evaluate"] | {
 # Options that nothing reads without another one, by command: the option, the one that it needs, the end of the sentence.
 # fmt: off
 NEEDS = {
-    "shrink": (("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out"),),
+    "shrink": (
+        ("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out"),
+        ("public", "upload", "is for --upload; leave it out: a folder of this machine is for those who can read it"),
+    ),
     "search": (
         ("json", "status", "is for --status; leave it out, or give --log-json for the events of a search"),
         ("gpu", "dry_run", "plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"),

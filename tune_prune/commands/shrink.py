@@ -79,9 +79,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
-    if len(args.model) != 1:
-        given = f"{len(args.model)} models are given" if args.model else "MODEL is missing"
-        raise UserError(f"{given}; name one, e.g. tune-prune shrink tiny-llama")
     if args.quick and args.thorough:
         raise UserError("--quick and --thorough are given; leave one of them out")
     if args.quantize is not None and vars(args)["for"] == "mlx":
@@ -96,15 +93,17 @@ def _main(argv: list[str]) -> None:
 
 
 def _shrink(args: argparse.Namespace) -> None:
-    (model,), target = args.model, TARGETS[vars(args)["for"]]
+    target = TARGETS[vars(args)["for"]]
     effort = QUICK if args.quick else THOROUGH if args.thorough else USUAL
     with terminal.shown(), terminal.waiting("starting: loading torch and transformers ..."):
-        flags.check_names([model], args.data_dir, None, args.calibration)
+        flags.check_names([args.model], args.data_dir, None, args.calibration)
         flags.limit_threads()
-        asked = _asked(args, effort, _shape(model, target))
+        if args.upload is not None:
+            _check_upload(args)
+        asked = _asked(args, effort, _shape(args.model, target))
         settings = flags.settings_from({name: option.usual for name, option in OPTIONS["search"].items()} | asked)
     from tune_prune.checkpoint import quantisation
-    from tune_prune.commands import plan_page
+    from tune_prune.commands import plan_page, upload
     from tune_prune.commands.results import run
     from tune_prune.tuning.preflight import make_plan
 
@@ -128,14 +127,25 @@ def _shrink(args: argparse.Namespace) -> None:
         about = _saved(results, label, folder, target.format, args.quantize)
         measured = _measured(folder, about, args.data_dir)
     say(f"\n{comparison(about, measured)}\n")
+    if args.upload is not None:
+        upload.upload(folder, args.upload, args.public)
     for name, line in _closing(folder, about, results):  # in one line each, to be copied
         say(f"{name:<12} {line}")
+
+
+def _check_upload(args: argparse.Namespace) -> None:
+    """Raise UserError where the model could not be uploaded: before hours of work."""
+    from tune_prune.checkpoint import publish
+    from tune_prune.checkpoint.save import base_license
+    from tune_prune.models import catalog
+
+    publish.check(args.upload, base_license(catalog.resolve(args.model)), args.public)
 
 
 def _asked(args: argparse.Namespace, effort: Effort, shape: str | None) -> dict[str, Any]:
     """Return the options of the search that differ from its defaults, by name."""
     return {
-        "model": args.model,
+        "model": (args.model,),
         "pruning_ratio": args.pruning_ratio,
         "shape": shape,
         "tensor_parallel": args.tensor_parallel,
