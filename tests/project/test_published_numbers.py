@@ -152,6 +152,13 @@ def other_ratios() -> Iterator[str]:
             yield f"| {row['kl_text']:.3f} | {row['kl_tasks']:.3f} | {row['gold_logprob_mean']:.2f} | "
 
 
+@shown_on("docs/studies/quantised.md")
+def quantised_files() -> Iterator[str]:
+    for row in record("quantised")["rows"]:
+        values = f"{row['ppl']:.2f} | {row['kl_text']:.3f} | {row['kl_tasks']:.3f} | {row['gold_logprob']:.2f}"
+        yield f"| {row['model']} | {row['kind'].upper()} | {row['bytes'] / 1e6:.0f} | {values} |"
+
+
 @shown_on("docs/studies/embedded/README.md")
 def equal_cost() -> Iterator[str]:
     for one in (row[name] for row in record("embedded/equal_cost") for name in ("reference", "other", "whole")):
