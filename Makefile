@@ -6,6 +6,7 @@
 #   make test-oldest   the tests of checkpoints and of whole searches on Ray with the oldest packages that pyproject.toml admits, in
 #                .venv-oldest
 #   make test-newest   the tests of whole searches on Ray with the newest Ray that pip finds, in .venv-newest
+#   make test-mlx      the tests of checkpoints in mlx_lm, in .venv-mlx (on Linux by its CPU build; a minute)
 #   make torture   searches that are killed at random moments, for ten minutes (docs/reliability.md)
 #   make lint    formatting, lint, types
 #   make check   lint and make test
@@ -21,13 +22,15 @@ READY := $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.installed
 NEWEST := .venv-newest
+MLX := .venv-mlx
+MLX_READY := $(MLX)/.installed
 # Searches on a real Ray: local ones, workers that die, a cluster of two nodes
 ON_RAY := tests/tuning/test_tuning.py tests/tuning/test_ray_start.py tests/tuning/test_cluster.py tests/tuning/test_causes.py
 
 # A process that imports torch and this package compiles them once, and not every time it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-oldest test-newest torture study lint check format train clean
+.PHONY: demo test test-slow test-oldest test-newest test-mlx torture study lint check format train clean
 
 demo: $(INSTALLED)
 	@echo "1 of 4: a smaller toy model by one command; a minute"
@@ -53,6 +56,9 @@ test-newest: $(NEWEST)/bin/python
 	$(NEWEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	$(NEWEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --upgrade "ray[tune]"
 	$(NEWEST)/bin/python -m pytest -p no:cacheprovider $(ON_RAY)
+
+test-mlx: $(READY) $(MLX_READY)
+	MLX_PYTHON=$(CURDIR)/$(MLX)/bin/python $(BIN)/python -m pytest tests/serving/test_mlx.py
 
 torture: $(READY)
 	$(BIN)/python scripts/torture $(TORTURE)
@@ -98,5 +104,11 @@ $(OLDEST_READY): pyproject.toml scripts/oldest_requirements.py
 	@$(OLDEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $(OLDEST)/requirements.txt
 	@touch $(OLDEST_READY)
 
+$(MLX_READY): tests/serving/requirements-mlx.txt
+	@echo "setting up $(MLX) with mlx_lm (a minute, once)"
+	@test -x $(MLX)/bin/python || $(PYTHON) -m venv $(MLX)
+	@$(MLX)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement tests/serving/requirements-mlx.txt
+	@touch $(MLX_READY)
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(MLX) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

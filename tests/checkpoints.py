@@ -53,9 +53,10 @@ class Case:
     bfloat16_error: float  # of the dense model's logits
 
 
-def write_case(folder: Path, variant: str, shape: str, padded: bool = False) -> Case:
-    """Saves a variant pruned to a shape, and beside it, in case.safetensors, inputs with the logits that they must give."""
-    model = build_tiny(variant, torch.float32)
+def write_case(folder: Path, variant: str, shape: str, padded: bool = False, **overrides: Any) -> Case:
+    """Saves a variant with `overrides` in its config, pruned to a shape; beside it, in case.safetensors, inputs with the logits
+    that they must give."""
+    model = build_tiny(variant, torch.float32, **overrides)
     plan = plan_of(model, FAMILIES[model.config.model_type], *SHAPES[shape])
     small = as_saved(model, plan, "hf-padded" if padded else "hf")
     small.save_pretrained(folder)

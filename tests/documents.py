@@ -32,7 +32,10 @@ from tune_prune.models.catalog import HUB_ALIASES
 
 ROOT = Path(__file__).parents[1]
 # Need a network or a program of others, or change the environment.
-NOT_RUN = ("git", "hf", "llama-cli", "llama-quantize", "optuna-dashboard", "pip", "source", "tensorboard", "vllm")
+NOT_RUN = (
+    "git", "hf", "llama-cli", "llama-quantize", "mlx_lm.convert", "mlx_lm.generate", "optuna-dashboard", "pip", "source",
+    "tensorboard", "vllm",
+)  # fmt: skip
 ON_CLUSTERS = ("docker", "kubectl", "ray", "sbatch")  # tests/tuning/test_cluster.py runs what one machine can
 SHORT = 5000  # characters of perplexity text: of a search's time it would be most
 QUICK_SPACES = ("smoke", "control", ".yaml")  # a search over these takes seconds

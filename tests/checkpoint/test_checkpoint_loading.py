@@ -26,6 +26,7 @@ from tests.conftest import build_tiny
 from tests.pruning.test_surgery import plan_of, tokens, zeroed
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
+from tune_prune.models.registration import MODEL_FILE
 
 HOW = [pytest.param("remote", marks=pytest.mark.slow), "registered"]
 NAMES = ("different in every layer", "attention of a middle layer", "both of a middle layer")
@@ -148,7 +149,8 @@ def test_each_way_takes_the_classes_that_it_should(cases, remote, registered, fo
         assert remote[name]["module"].startswith(stock if case.stock else "transformers_modules."), name
         if "module" in registered[name]:
             assert registered[name]["module"].startswith(stock if case.stock else "tune_prune.models.pruned."), name
-        assert (case.folder / "modeling_tune_prune.py").exists() != case.stock
+        for file in ("modeling_tune_prune.py", MODEL_FILE):
+            assert (case.folder / file).exists() != case.stock
     assert list((folder / "modules").rglob("modeling_tune_prune.py"))
     assert not list((folder / "no_modules").rglob("*tune_prune*"))
 

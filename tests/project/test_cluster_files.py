@@ -33,7 +33,7 @@ def test_what_stays_on_this_machine_goes_neither_to_clusters_nor_into_the_image(
     """Git does not keep environments, private results, caches."""
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
     image = {line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
-    assert ignored - image == {".venv", ".venv-oldest", ".venv-newest"} and ".venv*" in image
+    assert {name for name in ignored - image if not name.startswith(".venv")} == set() and ".venv*" in image
     excluded = set(yaml.safe_load((FILES / f"{name}.yaml").read_text())["rsync_exclude"])
     assert excluded == {".venv", ".venv-oldest", ".venv-newest", ".git", "ray_results", "results"}
 

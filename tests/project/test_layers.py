@@ -43,6 +43,8 @@ ONLY_IN = {
     "wandb": ("tuning.observers.tracking",),
     "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
     "datasets": ("data",),
+    "mlx": ("models.pruned.mlx_tune_prune",),
+    "mlx_lm": ("models.pruned.mlx_tune_prune",),
 }
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.
 ALLOWED = {

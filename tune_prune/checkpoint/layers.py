@@ -23,7 +23,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.pruned import modeling_tune_prune
 from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
-from tune_prune.models.registration import STEMS, auto_map, register
+from tune_prune.models.registration import MODEL_FILE, STEMS, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.padding import zero_filled
@@ -139,6 +139,7 @@ def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_d
         "head_dim": head_dim,
         "per_layer_config": per_layer,
         "auto_map": auto_map(config.model_type),
+        "model_file": MODEL_FILE,
     }
     if scaling := fields.get("logits_scaling"):
         # vLLM runs a class that it does not know through transformers, and scales its logits by this alone. Its own Granite class
@@ -162,7 +163,7 @@ def pruned_class(model_type: str) -> type[PreTrainedModel]:
 def _plain(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of a config without what it says about its own class and origin."""
     fields = copy.deepcopy(config.to_dict())
-    for name in ("model_type", "architectures", "auto_map", "_name_or_path", "transformers_version"):
+    for name in ("model_type", "architectures", "auto_map", "model_file", "_name_or_path", "transformers_version"):
         fields.pop(name, None)
     return fields
 

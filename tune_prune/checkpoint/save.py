@@ -1,7 +1,7 @@
 """Write a pruned model into a folder that loads elsewhere, whole or not at all.
 
     hf         safetensors with the family's tensor names. Layers of one width: the family's own model type, no code needed.
-               Else an own model type, per_layer_config and the two class files of models/pruned.
+               Else an own model type, per_layer_config and the class files of models/pruned.
     vllm       as hf, with a KV group of zeros where a layer has lost its attention: vLLM needs one in each
     hf-padded  the family's own model type, every layer padded with zeros to the widest
     gguf       one file for llama.cpp (gguf_file)

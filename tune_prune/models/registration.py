@@ -6,6 +6,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tune_prune.models.pruned import configuration_tune_prune, modeling_tune_prune
 
+# The class file for mlx_lm, beside the weights; config.json names it as its model_file.
+MODEL_FILE = "mlx_tune_prune.py"
 # model_type of the dense family -> the stem of its class names
 STEMS = {
     "llama": "Llama",

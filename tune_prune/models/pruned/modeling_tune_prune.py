@@ -10,7 +10,7 @@ for the family.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,11 @@ from .configuration_tune_prune import (
     PrunedQwen3Config,
     PrunedSmolLM3Config,
 )
+
+if TYPE_CHECKING:
+    # Never imported. Whenever a model is saved, transformers copies the files that its class file imports beside the weights, and
+    # mlx_lm needs this one there.
+    from .mlx_tune_prune import Model  # noqa: F401
 
 # What a layer can skip: the module's name in it, and the projection whose bias stays.
 BLOCKS = {"attention": ("self_attn", "o_proj"), "mlp": ("mlp", "down_proj")}
