@@ -29,7 +29,11 @@ SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 HERE, RAY = "project/test_security.py", "tuning/test_tuning.py"
 FOLLOWED, ODD = "commands/test_followed_search.py", "commands/test_bad_inputs.py"
 HELD_BY = {
-    "Code of a model": [f"{HERE}::test_no_code_of_a_model_runs", f"{HERE}::test_no_call_lets_code_of_a_model_run"],
+    "Code of a model": [
+        f"{HERE}::test_no_code_of_a_model_runs",
+        f"{HERE}::test_no_call_lets_code_of_a_model_run",
+        "commands/test_engine_speed.py::test_code_that_is_not_ours_is_not_run",
+    ],
     "Weights": [f"{HERE}::test_a_pickle_of_weights_runs_nothing"],
     "GGUF files": [
         "models/test_gguf_models.py::test_damaged_files_are_refused",

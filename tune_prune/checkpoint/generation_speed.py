@@ -51,7 +51,7 @@ class GenerationSpeed:
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None  # None: measured by an engine's benchmark, which does not tell
     prompt_tokens: int  # really used: a model's position limit shortens what was asked
     new_tokens: int
     batch_size: int
@@ -246,6 +246,8 @@ def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:
         ("peak memory bytes", "peak_memory_bytes", ""),
     ):
         values = [getattr(rows[name], field) for name in names]
+        if None in values:
+            continue
         table.append([title, *(rate(value) for value in values)])
         table.append(["", *(f"{value / values[0]:.2f}x" for value in values)])
         rounds = [getattr(one, seconds) if seconds else () for one in rows.values()]

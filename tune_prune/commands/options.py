@@ -502,11 +502,12 @@ SPEED = Command(
         "--config ray_results/NAME": "the best ones of a search; then run tune-prune analysis again",
         "--model DIR": "a pruned model",
         "--model DIR --prompt-tokens 2048 --new-tokens 128 --device cuda": "for longer requests, on a GPU",
+        "--model DIR --engine vllm": "in vLLM, by its own benchmark",
     },
     common={
         "what to measure": ("--config", "--model", "--all"),
         "your requests": ("--prompt-tokens", "--new-tokens"),
-        "where it runs": ("--device", "--dtype"),
+        "where it runs": ("--engine", "--device", "--dtype"),
         "surer, and what is kept": ("--repeats", "--output"),
     },
     groups={
@@ -525,6 +526,11 @@ SPEED = Command(
             Option("new_tokens", Whole(1, 10**6), "N", "tokens of the answer (default: %(default)s)", default=64),
             Option("repeats", Whole(1, 1000), "N",
                 "times that both models take their turn, after one that does not count (default: %(default)s)", default=5
+            ),
+            Option("engine", Choice(("transformers", "vllm", "llama.cpp")), "",
+                "what runs the models (default: %(default)s)\n\nWith --model. vllm: by `vllm bench latency`; llama.cpp: GGUF files "
+                "by `llama-bench`. Both are programs on PATH, in any environment, and run where they were built for.",
+                default="transformers"
             ),
             replace(DTYPE, help=f"data type of the weights (default: {_DTYPE_DEFAULT}; of a search as it was run)"),
             DEVICE,

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.commands import flags
@@ -23,7 +24,11 @@ from tune_prune.core.terminal import say
 
 if TYPE_CHECKING:
     from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+    from tune_prune.checkpoint.generation_speed import GenerationSpeed
+    from tune_prune.checkpoint.layers import Sizes
+    from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.core.config import ModelRun
+    from tune_prune.models.catalog import ModelSource
     from tune_prune.models.loading import LoadedModel
     from tune_prune.pruning.groups import PruningPlan
 
@@ -44,17 +49,63 @@ def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     if args.config is None and args.model is None:
         raise UserError("--config or --model is missing; name an experiment, or a pruned checkpoint")
+    if args.engine != "transformers":
+        _check_engine(args)
     if args.config is None:
         _of_checkpoint(args)
     else:
         _of_search(args)
 
 
+def _check_engine(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that say nothing to another engine than transformers."""
+    if args.config is not None:
+        raise UserError(
+            f"--engine {args.engine} measures saved models, and --config names a search; save one with tune-prune prune, then "
+            "name it with --model"
+        )
+    if args.device != "auto":
+        raise UserError(f"--device is for transformers: {args.engine} runs where it was built for; leave it out")
+    if args.engine == "llama.cpp" and args.dtype is not None:
+        raise UserError("--dtype is not for llama.cpp, which computes in what a GGUF file holds; leave it out")
+
+
 def _of_checkpoint(args: argparse.Namespace) -> None:
     """Measure a pruned checkpoint beside its dense model; any other model alone."""
     output = None if args.output is None else flags.record_file(args.output, "prefill_tokens_per_s", "a speed")
-    flags.check_names([args.model], None, None, None)
+    if args.engine != "llama.cpp":  # whose files need not be models of transformers
+        flags.check_names([args.model], None, None, None)
     flags.limit_threads()
+
+    from tune_prune.checkpoint import generation_speed, layers
+
+    measured = {"transformers": _in_transformers, "vllm": _in_vllm, "llama.cpp": _in_llama}[args.engine]
+    speeds, rows, engine = measured(args)
+    if len(speeds) > 1:
+        say(f"{generation_speed.verdict_of(speeds)}\n")
+    if rows:
+        say(f"{layers.size_table(rows)}\n")
+    say(f"{generation_speed.speed_table(speeds)}, {engine}")
+    kinds = {name: one.dtype for name, one in speeds.items()}
+    if len(set(kinds.values())) > 1:
+        said = ", ".join(f"{layers.row_label(name)} {kind}" for name, kind in kinds.items())
+        say(f"note         {said}: not the pruning alone makes the difference")
+    if output is not None:
+        first = speeds[next(reversed(speeds))]
+        sizes = {name: asdict(row) for name, row in rows.items()}
+        content = {name: asdict(one) | sizes.get(name, {}) for name, one in speeds.items()}
+        about = {"prefill_tokens_per_s": first.prefill_tokens_per_s, "conditions": generation_speed.conditions(first)}
+        open_store(output.parent).put(output.name, to_json(about | {"engine": engine, "models": content}))
+        say(f"\nrecord       {output}")
+
+
+Measured = tuple[
+    "dict[str, GenerationSpeed]", "dict[str, Sizes]", str
+]  # both by model, and the engine with its version
+
+
+def _in_transformers(args: argparse.Namespace) -> Measured:
+    import transformers
 
     from tune_prune.checkpoint import generation_speed, layers
     from tune_prune.commands import api
@@ -68,15 +119,68 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
         models = {"dense": dense.model, "pruned": loaded.model}
     speeds = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
     rows = {name: layers.sizes(model, loaded.family) for name, model in models.items()}
-    if len(speeds) > 1:
-        say(f"{generation_speed.verdict_of(speeds)}\n")
-    say(f"{layers.size_table(rows)}\n\n{generation_speed.speed_table(speeds)}")
-    if output is not None:
-        first = speeds[next(reversed(speeds))]
-        content = {name: asdict(one) | asdict(rows[name]) for name, one in speeds.items()}
-        about = {"prefill_tokens_per_s": first.prefill_tokens_per_s, "conditions": generation_speed.conditions(first)}
-        open_store(output.parent).put(output.name, to_json(about | {"models": content}))
-        say(f"\nrecord       {output}")
+    return speeds, rows, f"transformers {transformers.__version__}"
+
+
+def _in_vllm(args: argparse.Namespace) -> Measured:
+    from tune_prune.checkpoint import engine_speed, generation_speed
+    from tune_prune.commands import api
+    from tune_prune.models import catalog
+    from tune_prune.models.loading import load_config
+
+    engine_speed.program("vllm")
+    opened = api.open(args.model, revision=args.revision, dtype=args.dtype, base=args.base)
+    models = {opened.label: catalog.resolve(args.model, args.revision)}
+    if opened.manifest is not None or args.base is not None:
+        models = {"dense": opened.base, "pruned": models[opened.label]}
+    configs = [load_config(source) for source in models.values()]
+    # The first token comes of the prompt, so the last of one more is the last that takes a step.
+    prompt_tokens, answer = generation_speed.lengths(configs, args.prompt_tokens, 1 + args.new_tokens)
+    asked = (prompt_tokens, answer - 1, args.repeats, opened.run.dtype)
+    speeds, engine = engine_speed.measure("vllm", models, *asked)
+    return speeds, _recorded_sizes(opened.manifest), engine
+
+
+def _in_llama(args: argparse.Namespace) -> Measured:
+    from tune_prune.checkpoint import engine_speed, manifest
+    from tune_prune.models import catalog
+
+    engine_speed.program("llama.cpp")
+    folder = Path(args.model).expanduser()
+    about = manifest.read(folder if folder.is_dir() else folder.parent)
+    if folder.is_dir() and about is not None and about.format == "gguf":
+        folder /= next(iter(about.files))
+    source = catalog.resolve(str(folder) if folder.exists() else args.model)
+    if source.file is None:
+        raise UserError(
+            f"--engine llama.cpp measures GGUF files, and {args.model} is none; save one with tune-prune prune --format gguf"
+        )
+    about = about if about is not None and source.file.name in about.files else None
+    models = {source.label: source}
+    if about is not None or args.base is not None:
+        models = {"dense": _gguf_base(args.base, about), "pruned": source}
+    speeds, engine = engine_speed.measure("llama.cpp", models, args.prompt_tokens, args.new_tokens, args.repeats)
+    return speeds, _recorded_sizes(about), engine
+
+
+def _gguf_base(asked: str | None, about: Manifest | None) -> ModelSource:
+    """Return the GGUF file of the original, which --base names or which was pruned. Raises UserError where there is none."""
+    from tune_prune.models import catalog
+    from tune_prune.models.gguf.files import PACKAGE, SUFFIX
+
+    name = asked or (about.base_name if about is not None else "")
+    if asked is not None or name.endswith(SUFFIX) or name == PACKAGE:
+        source = catalog.resolve(name)
+        if source.file is not None:
+            return source
+    raise UserError(
+        f"--engine llama.cpp measures GGUF files, and the original {name} is none; make one with llama.cpp's "
+        "convert_hf_to_gguf.py, then name it: --base FILE.gguf"
+    )
+
+
+def _recorded_sizes(about: Manifest | None) -> dict[str, Sizes]:
+    return {} if about is None else {"dense": about.sizes["dense"], "pruned": about.saved_sizes}
 
 
 def _of_search(args: argparse.Namespace) -> None:
