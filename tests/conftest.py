@@ -101,10 +101,14 @@ def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
     return model
 
 
+# Of a minute and more, though they have few slow tests.
+LONG_FILES = ("test_cluster.py", "test_demo_killed.py", "test_torture.py", "test_real_size.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many slow tests first, so that two workers end at about the same time."""
+    """Long files first, then those with many slow tests, so that two workers end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    items.sort(key=lambda item: (item.path.name not in LONG_FILES, -slow[item.path]))
 
 
 def pytest_collection_finish() -> None:

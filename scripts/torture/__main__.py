@@ -30,7 +30,7 @@ from torture.attacked import GRID, SHORT, Setting, undisturbed
 from torture.attacks import ATTACKS
 from tune_prune.core.errors import UserError
 
-SHORT_ATTACKS = ("workers", "damage", "drivers", "disk")
+SHORT_ATTACKS = ("workers", "hostile", "damage", "drivers", "disk")
 
 
 def chosen(options: argparse.Namespace) -> list[str]:

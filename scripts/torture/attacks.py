@@ -130,7 +130,7 @@ def hostile(setting: Setting, number: int) -> Attacked:
     text.parent.mkdir()
     text.write_text(embedded.perplexity_text()[:5000], encoding="utf-8")
     data = ("--data-dir", str(folder / "data"), "--calibration", "embedded")
-    flags = ("--model", str(model), *GRID[2:], *data, "--search-space", "smoke")
+    flags = ("--model", str(model), *setting.grid[2:], *data)
     refused = Attacked(folder / "refused", (*flags, "--inline", "--tasks", "boolq,evil"))
     with chdir(folder):
         for definition, says in chance.sample(EVIL, len(EVIL)):

@@ -27,19 +27,13 @@ def lines_of(output: Path, *flags: str) -> tuple[list[dict[str, Any]], list[list
 
 
 @pytest.mark.slow
-def test_a_hostile_search_that_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    ((line,), table) = lines_of(tmp_path / "out", "--only", "hostile", "--searches", "1", "--kills", "3", "--seed", "2")
-    assert 1 <= line["kills"] <= 3 and line["problems"] == []
-    assert table == [["hostile", "1", str(line["kills"]), "0"]]
-
-
-@pytest.mark.slow
-def test_a_short_search_that_is_killed_and_damaged_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    short = ("--short", "--only", "workers,damage", "--searches", "2", "--kills", "1", "--seed", "72")
+def test_short_searches_that_are_killed_damaged_and_hostile_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    short = ("--short", "--only", "workers,damage,hostile", "--searches", "3", "--kills", "1", "--seed", "72")
     (lines, table) = lines_of(tmp_path / "out", *short)
-    (workers, damage) = lines
-    assert workers["kills"] == 1 and damage["kills"] >= 2  # times that a file was damaged count, too
-    assert workers["problems"] == damage["problems"] == []
+    (workers, damage, hostile) = lines
+    assert workers["kills"] == hostile["kills"] == 1
+    assert damage["kills"] >= 2  # times that a file was damaged count, too
+    assert [line["problems"] for line in lines] == [[]] * 3
     assert table == [[line["attack"], "1", str(line["kills"]), "0"] for line in lines]
 
 

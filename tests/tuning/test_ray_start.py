@@ -126,7 +126,7 @@ sys.exit(exit_code(main))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dies", "code"), [("nothing", 0), ("driver", -signal.SIGKILL), ("raylet", 1), ("gcs_server", 1), ("worker", 0)]
+    ("dies", "code"), [("nothing", 0), ("driver", -signal.SIGKILL), ("raylet", 1), ("gcs_server", 1)]
 )
 def test_whatever_ends_a_search_its_ray_leaves_nothing(dies, code, ray_folder):
     """Also behind a proxy that is dead, which its processes ask for nothing, and where a worker is stopped."""
