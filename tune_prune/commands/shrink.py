@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from tune_prune.core.terminal import say
 from tune_prune.tuning.local_ray import started_early
 
 if TYPE_CHECKING:
+    from tune_prune.checkpoint.generation_speed import GenerationSpeed
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format
     from tune_prune.commands.opened import Model
@@ -126,7 +128,8 @@ def _shrink(args: argparse.Namespace) -> None:
     with terminal.shown():
         about = _saved(results, label, folder, target.format, args.quantize)
         measured = _measured(folder, about, args.data_dir)
-    say(f"\n{comparison(about, measured)}\n")
+        speeds = _speeds(folder, about, vars(args)["for"])
+    say(f"\n{comparison(about, measured, speeds)}\n")
     if args.upload is not None:
         upload.upload(folder, args.upload, args.public)
     for name, line in _closing(folder, about, results):  # in one line each, to be copied
@@ -253,6 +256,23 @@ def _speed_fits(dense: Model) -> bool:
     return 2.5 * dense.params * itemsize.itemsize < free
 
 
+def _speeds(folder: Path, about: Manifest, engine: str) -> tuple[dict[str, GenerationSpeed], str] | None:
+    """Return the speeds of the original and of the saved model, and the engine with its version: measured in the engine that it is
+    for, where that has a benchmark that is installed, else as they were in transformers; None where neither is known."""
+    from tune_prune.checkpoint.engine_speed import PROGRAMS
+    from tune_prune.commands import speed
+
+    if engine in PROGRAMS and shutil.which(PROGRAMS[engine][0]) is not None:
+        try:
+            speeds, _, version = speed.measured(
+                speed.parser().parse_args(["--model", str(folder), "--engine", engine, "--repeats", "3"])
+            )
+            return speeds, version
+        except UserError as error:  # such as an original that has no GGUF file
+            say(f"note         no speed in {engine}: {error}")
+    return None if about.speed is None else (about.speed, f"transformers {about.versions['transformers']}")
+
+
 def _measured(folder: Path, about: Manifest, data_dir: str | None) -> Evaluation:
     """Measure what was saved on the search's questions and text, beside the original."""
     from tune_prune.commands import api
@@ -268,11 +288,11 @@ def _measured(folder: Path, about: Manifest, data_dir: str | None) -> Evaluation
         return model.evaluate(protocol.limit, protocol.tasks, kl=True)
 
 
-def comparison(about: Manifest, measured: Evaluation) -> str:
-    """Return the saved model beside the original as a table."""
+def comparison(about: Manifest, measured: Evaluation, speeds: tuple[Mapping[str, GenerationSpeed], str] | None) -> str:
+    """Return the saved model beside the original as a table. `speeds`: of both, and the engine."""
     from tune_prune.analysis.render.messages import pm
     from tune_prune.checkpoint.card import format_perplexity, metric, share, short_bytes, short_count
-    from tune_prune.checkpoint.generation_speed import rate
+    from tune_prune.checkpoint.generation_speed import conditions, rate
     from tune_prune.checkpoint.layers import aligned
 
     before: Mapping[str, Any] = about.baseline or {}
@@ -288,8 +308,8 @@ def comparison(about: Manifest, measured: Evaluation) -> str:
         ("on disk", short_bytes(dense.weight_bytes), short_bytes(on_disk), share(on_disk, dense.weight_bytes)),
         ("parameters", short_count(dense.params), short_count(now.params), share(now.params, dense.params)),
     ]
-    if about.speed is not None:
-        first, last = about.speed.values()
+    if speeds is not None:
+        first, last = speeds[0].values()
         for title, field in (("reads, tokens/s", "prefill_tokens_per_s"), ("writes, tokens/s", "decode_tokens_per_s")):
             old, new = getattr(first, field), getattr(last, field)
             rows.append((title, rate(old), rate(new), f"{new / old:.2f}x"))
@@ -303,7 +323,8 @@ def comparison(about: Manifest, measured: Evaluation) -> str:
         for name, text in (("kl_text", "text"), ("kl_tasks", "questions"))
         if name in after
     ]
-    return "\n".join(aligned(rows))
+    notes = [] if speeds is None else [f"speed: {conditions(first)}, {speeds[1]}"]
+    return "\n".join([*aligned(rows), *notes])
 
 
 def _closing(folder: Path, about: Manifest, results: Results) -> Sequence[tuple[str, str]]:

@@ -79,7 +79,6 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
 
     from tune_prune.checkpoint import generation_speed, layers
 
-    measured = {"transformers": _in_transformers, "vllm": _in_vllm, "llama.cpp": _in_llama}[args.engine]
     speeds, rows, engine = measured(args)
     if len(speeds) > 1:
         say(f"{generation_speed.verdict_of(speeds)}\n")
@@ -102,6 +101,11 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
 Measured = tuple[
     "dict[str, GenerationSpeed]", "dict[str, Sizes]", str
 ]  # both by model, and the engine with its version
+
+
+def measured(args: argparse.Namespace) -> Measured:
+    """Measure --model beside its original, in turns, in the engine that the line names. Raises UserError."""
+    return {"transformers": _in_transformers, "vllm": _in_vllm, "llama.cpp": _in_llama}[args.engine](args)
 
 
 def _in_transformers(args: argparse.Namespace) -> Measured:
