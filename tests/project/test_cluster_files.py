@@ -33,9 +33,10 @@ def test_what_stays_on_this_machine_goes_neither_to_clusters_nor_into_the_image(
     """Git does not keep environments, private results, caches."""
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
     image = {line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
-    assert {name for name in ignored - image if not name.startswith(".venv")} == set() and ".venv*" in image
+    environments = {".venv", ".venv-oldest", ".venv-newest", ".venv-mlx", ".venv-serving"}
+    assert ignored - image == environments and ".venv*" in image
     excluded = set(yaml.safe_load((FILES / f"{name}.yaml").read_text())["rsync_exclude"])
-    assert excluded == {".venv", ".venv-oldest", ".venv-newest", ".git", "ray_results", "results"}
+    assert excluded == environments | {".git", "ray_results", "results"}
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

@@ -105,6 +105,18 @@ def quality_for_users() -> Iterator[str]:
     yield f"from {steps['ppl']:.1f} to {trained['ppl']:.1f}"
 
 
+@shown_on("docs/checkpoints.md")
+def served_by_vllm() -> Iterator[str]:
+    served = record("serving")
+    rows = {dtype: [row for row in served["rows"] if row["dtype"] == dtype] for dtype in ("float32", "bfloat16")}
+    assert all(row["greedy_equal"] for row in rows["float32"])
+    yield f"`make test-serving` runs {len(rows['float32'])} folders"
+    most = f"{max(row['difference'] for row in rows['float32']):.1e}".replace("e-0", "e-")
+    yield f"log-probabilities differ by {most} nats at most"
+    low, high = sorted(row["difference"] for row in rows["bfloat16"])
+    yield f"In bfloat16 they differ by {low:.2f} and {high:.2f} nats"
+
+
 @shown_on("docs/gpu.md")
 def rates_of_the_h100_for_users() -> Iterator[str]:
     plan = {row["measured"]: row for row in record("h100/bench_gpu_plan")["measurements"] if "measured" in row}

@@ -137,11 +137,17 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
         layers = f"layer{'s' * (len(bare) > 1)} {', '.join(bare)}"
         why = f"not with vLLM, as {layers} lost all attention: save it with --format vllm"
         return [*commands, ("serve", why)]
-    heads = config.get("num_attention_heads") or 1
-    if (config.get("head_dim") or config.get("hidden_size", 0) // heads) >= _VLLM_HEAD:
+    heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size", 0)
+    head_dim = config.get("head_dim") or hidden // heads
+    if head_dim >= _VLLM_HEAD:
         gpus = Shape.read(about.config.shape).gpus
-        split = ["--tensor-parallel-size", str(gpus)] if gpus > 1 else []
-        commands.append(("serve", shlex.join(["vllm", "serve", where, *["--trust-remote-code"] * own_classes, *split])))
+        options = ["--trust-remote-code"] * own_classes
+        if config.get("model_type") == "qwen2" and (heads * head_dim != hidden or config.get("use_sliding_window")):
+            # vLLM's own class of the family ignores head_dim and refuses windows in a part of the layers; the class of
+            # transformers, which it can run, too, has both.
+            options += ["--model-impl", "transformers"]
+        options += ["--tensor-parallel-size", str(gpus)] if gpus > 1 else []
+        commands.append(("serve", shlex.join(["vllm", "serve", where, *options])))
     return commands
 
 
