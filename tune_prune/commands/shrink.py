@@ -54,19 +54,20 @@ THOROUGH = Effort("thorough", 4, None, None)
 
 @dataclass(frozen=True)
 class Target:
-    """What a model for an engine needs: the format of its files, the shape of its layers (None: by its size), and how the name of
-    its folder ends."""
+    """What a model for an engine needs: the format of its files, the shape of its layers (None: by its size), how the name of its
+    folder ends, and the names of the lines (checkpoint.card.uses) that run it there."""
 
     format: Format
     shape: str | None
     ending: str
+    uses: tuple[str, ...]
 
 
 TARGETS = {
-    "transformers": Target("hf", None, ""),
-    "vllm": Target("vllm", None, "-vllm"),
-    "llama.cpp": Target("gguf", "aligned", "-gguf"),
-    "mlx": Target("hf", "aligned", "-mlx"),
+    "transformers": Target("hf", None, "", ("try",)),
+    "vllm": Target("vllm", None, "-vllm", ("serve",)),
+    "llama.cpp": Target("gguf", "aligned", "-gguf", ("chat", "serve", "quantise")),
+    "mlx": Target("hf", "aligned", "-mlx", ()),
 }
 
 
@@ -132,7 +133,7 @@ def _shrink(args: argparse.Namespace) -> None:
     say(f"\n{comparison(about, measured, speeds)}\n")
     if args.upload is not None:
         upload.upload(folder, args.upload, args.public)
-    for name, line in _closing(folder, about, results):  # in one line each, to be copied
+    for name, line in _closing(folder, about, vars(args)["for"], results):  # in one line each, to be copied
         say(f"{name:<12} {line}")
 
 
@@ -327,10 +328,14 @@ def comparison(about: Manifest, measured: Evaluation, speeds: tuple[Mapping[str,
     return "\n".join([*aligned(rows), *notes])
 
 
-def _closing(folder: Path, about: Manifest, results: Results) -> Sequence[tuple[str, str]]:
-    """Return the lines that say how to run the model, and where the evidence is."""
+def _closing(folder: Path, about: Manifest, engine: str, results: Results) -> Sequence[tuple[str, str]]:
+    """Return the lines that run the model in that engine, and the one that reports on the search."""
     from tune_prune.checkpoint.card import uses
     from tune_prune.commands.plan_page import shown_path
 
     where = str(shown_path(folder))
-    return [*uses(folder, about, where), ("report", f"tune-prune analysis {shown_path(results.folder)} --rule {RULE}")]
+    lines = [(name, line) for name, line in uses(folder, about, where) if name in TARGETS[engine].uses]
+    if engine == "mlx":
+        prompt = ["--trust-remote-code", "--prompt", "Once upon a time"]
+        lines.append(("generate", shlex.join(["mlx_lm.generate", "--model", where, *prompt])))
+    return [*lines, ("report", f"tune-prune analysis {shown_path(results.folder)} --rule {RULE}")]
