@@ -35,6 +35,7 @@ shrink tiny-llama --quick --thorough : --quick and --thorough ; leave one of the
 shrink tiny-llama --tensor-parallel 2 : --tensor-parallel 2 is for vLLM ; add --for vllm
 shrink tiny-llama --gpu 4090 : --gpu ; add --dry-run
 shrink tiny-llama --dry-run --output file : --output ; is not a folder
+shrink tiny-llama --dry-run --output s3://bucket/x : --output s3://bucket/x is no folder
 search : --model is missing ; (see tune-prune search --help)
 search --model : --model: expected one argument
 search tiny-llama : unrecognized arguments: tiny-llama

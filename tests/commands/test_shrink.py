@@ -34,7 +34,7 @@ def begin(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_it_goes_on_after_kills_and_measures_what_it_has_saved(tmp_path: Path) -> None:
-    ledger, folder = Ledger(FolderStore(tmp_path / "ray_results" / EXPERIMENT)), tmp_path / "tiny-llama-pruned-20"
+    ledger, folder = Ledger(FolderStore(tmp_path / "ray_results" / EXPERIMENT)), tmp_path / "tiny-llama-pruned-20-quick"
     for reached in (ledger.records, folder.exists):
         first, until = begin(tmp_path), time.monotonic() + 200
         while not reached() and first.poll() is None and time.monotonic() < until:
@@ -45,7 +45,7 @@ def test_it_goes_on_after_kills_and_measures_what_it_has_saved(tmp_path: Path) -
     again = begin(tmp_path)
     said, _ = again.communicate(timeout=300)
     assert again.returncode == 0, said
-    assert "saved        tiny-llama-pruned-20/ is there already" in said
+    assert "saved        tiny-llama-pruned-20-quick/ is there already" in said
     about, records = manifest.read(folder), ledger.records()
     assert about is not None and about.metrics is not None and len(records) == 3
     closest = min(records, key=lambda record: record.metrics["kl_text"] + record.metrics["kl_tasks"])
@@ -60,7 +60,7 @@ def test_it_goes_on_after_kills_and_measures_what_it_has_saved(tmp_path: Path) -
     assert loaded.num_parameters() == about.params
     other = begin(tmp_path, "--pruning-ratio", "0.1", "--output", str(folder))
     said, _ = other.communicate(timeout=300)
-    assert other.returncode == 2 and "holds another pruned model; name another folder" in said
+    assert other.returncode == 2 and "holds another pruned model; name a new folder with --output" in said
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,5 @@ def test_the_shape_is_one_that_the_engine_takes(tmp_path: Path, variant: str, en
     model_type, fields = VARIANTS[variant]
     rope = {"no_rope_layers": [1, 1, 1, 0]} if variant == "smollm3" else {}
     AutoConfig.for_model(model_type, **SIZES | fields | rope).save_pretrained(tmp_path / "model")
-    assert shrink._shape(str(tmp_path / "model"), shrink.TARGETS[engine]) == shape
+    args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", engine])
+    assert shrink._shape(args, shrink.TARGETS[engine]) == shape

@@ -115,6 +115,18 @@ def _run(command: list[str], **environment: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
+def _understood(program: str) -> Iterator[None]:
+    """Turn what is raised by results of another form than this version reads into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"the results of {program} have another form than tune_prune reads ({type(error).__name__}: {error}); run it by hand, "
+            "or install another version of it"
+        ) from error
+
+
+@contextlib.contextmanager
 def _without_foreign_code(model: ModelSource) -> Iterator[list[str]]:
     """Give the arguments by which vLLM loads a model. Of a pruned checkpoint whose layers differ, a folder of links that has this
     package's class files in place of those that lie in it: code of others is never run."""
@@ -148,7 +160,8 @@ def _vllm_turn(program: str, model: ModelSource, prompt_tokens: int, new_tokens:
                 "--num-iters-warmup", "1", "--num-iters", "3", "--output-json", str(file),
             ]  # fmt: skip
             printed = "".join(_run(command, HF_MODULES_CACHE=folder))  # of transformers, for the class files
-            seconds.append(statistics.median(json.loads(file.read_text(encoding="utf-8"))["latencies"]))
+            with _understood(program):
+                seconds.append(statistics.median(json.loads(file.read_text(encoding="utf-8"))["latencies"]))
     # The results do not say it, but the log of a start.
     version = re.search(r"LLM engine \(v([^)]+)\)", printed)
     device = re.search(r"\bdevice_config=(\w+)", printed)
@@ -171,11 +184,13 @@ def _llama_turn(program: str, model: ModelSource, prompt_tokens: int, new_tokens
         ["-p", "0", "-n", str(new_tokens), "-d", str(prompt_tokens)],
     ):
         printed, _ = _run([program, "-m", str(model.file), *test, "-r", "3", "-o", "json"])
-        tests += json.loads(printed)
-    prefill, decode = tests
-    seconds = [statistics.median(test["samples_ns"]) / 1e9 for test in tests]
-    device = prefill["gpu_info"] or f"{prefill['cpu_info']}, {prefill['n_threads']} threads"
-    engine = f"llama.cpp b{prefill['build_number']} ({prefill['build_commit']})"
-    # Of "llama 1B all F32" the end: a pruned model may have another architecture.
-    kind = re.sub(r"^\S+ \S+ (all |mostly )?", "", decode["model_type"])
-    return _Turn(seconds[0], seconds[1], kind, device, engine)
+        with _understood(program):
+            tests += json.loads(printed)
+    with _understood(program):
+        prefill, decode = tests
+        seconds = [statistics.median(test["samples_ns"]) / 1e9 for test in tests]
+        device = prefill["gpu_info"] or f"{prefill['cpu_info']}, {prefill['n_threads']} threads"
+        engine = f"llama.cpp b{prefill['build_number']} ({prefill['build_commit']})"
+        # Of "llama 1B all F32" the end: a pruned model may have another architecture.
+        kind = re.sub(r"^\S+ \S+ (all |mostly )?", "", decode["model_type"])
+        return _Turn(seconds[0], seconds[1], kind, device, engine)

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 
+from tune_prune.core.config import alignment
 from tune_prune.core.errors import UserError
 
 GGUF_KINDS = (
@@ -45,10 +46,10 @@ def check(kind: str | None, fmt: str, shape: str) -> None:
             f"--quantize {kind} makes a model smaller, and --format hf-padded fills it up with zeros; take --format hf, with "
             "--shape uniform where no own classes can be loaded"
         )
-    if kind == "int4" and shape.partition("-")[0] == "free":
+    if kind == "int4" and (alignment(shape) or 1) % 32:
         raise UserError(
-            "--quantize int4 takes widths in multiples of 32, and --shape free has any; search with --shape aligned, or take "
-            "--quantize int8"
+            f"--quantize int4 takes widths in multiples of 32, and --shape {shape} has others; search with --shape aligned, or "
+            "take --quantize int8"
         )
     if kind in FOLDER_KINDS and importlib.util.find_spec("compressed_tensors") is None:
         raise UserError(

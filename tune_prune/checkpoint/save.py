@@ -83,6 +83,7 @@ def save_checkpoint(
     plan, family = recipe.plan, dense.family
     layers.check_plan(plan, dense)
     with renamed_at_the_end(folder, overwrite) as work:
+        copy_license_files(dense.source, work)  # first, as a network may fail
         pruned, dropped = layers.compact(recipe.sketch(dense), family)
         _check_float16(dense, pruned)
         rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned.model, family)}
@@ -120,7 +121,6 @@ def save_checkpoint(
             shard_bytes=shard_bytes,
             schema_version=SCHEMA_VERSION,
         )
-        copy_license_files(dense.source, work)
         if (terms := licenses.TERMS.get(written.base.license.get("license", ""))) and not any(work.glob("NOTICE*")):
             (work / "NOTICE").write_text(f"{terms.notice}\n", encoding="utf-8")
         manifest.write(work, written)

@@ -246,6 +246,10 @@ SHRINK = Command(
             switch("thorough", "try 12 ways with more text on all questions, and train 4"),
             CALIBRATION,
             DATA_DIR,
+            Option("name", Text(), "NAME",
+                "name of the search in ray_results, and of the folder to write (default: of its settings)"
+            ),
+            switch("inline", "one trial after the other, without Ray; the same results"),
             switch("dry_run", "check everything, say whether it fits and how long it takes, and stop"),
             Option("gpu", GpuKind(), "KIND", "with --dry-run, for a GPU that you need not own: 4090, 2x4090, h100, 24GB"),
             UPLOAD_TO,

@@ -2,14 +2,13 @@
 
 One command in place of `search`, `prune`, `evaluate` and `speed`, with what suits who wants a model and no study: the recommended
 search, the choice by the distance from the original, the format of the engine that the model is for, and the saved model measured
-once more beside the original (docs/shrink.md has the commands that it stands for). Everything is kept as it is done, so the same
-command goes on after whatever has ended it.
+once more beside the original (docs/shrink.md has the commands that it stands for). Trials and the saved model are kept, so the
+same command goes on after whatever has ended it.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import shutil
 import sys
@@ -22,6 +21,7 @@ from tune_prune.commands import flags
 from tune_prune.commands.options import OPTIONS, CommandLine, arguments
 from tune_prune.core import ending, terminal
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import is_address
 from tune_prune.core.terminal import say
 from tune_prune.tuning.local_ray import started_early
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tune_prune.commands.opened import Model
     from tune_prune.commands.results import Results
     from tune_prune.evaluation.evaluation import Evaluation
+    from tune_prune.models.catalog import ModelSource
     from tune_prune.tuning.plan import Plan
 
 RULE = "kl"  # what tells pruned models apart where accuracy guesses: docs/quality.md
@@ -91,7 +92,10 @@ def _main(argv: list[str]) -> None:
     if args.tensor_parallel is not None and vars(args)["for"] != "vllm":
         raise UserError(f"--tensor-parallel {args.tensor_parallel} is for vLLM; add --for vllm, or leave it out")
     again = shlex.join(["tune-prune", "shrink", *argv])
-    with started_early(not args.dry_run), ending.advised(f"what is done is kept; to go on:\n  {again}"):
+    with (
+        started_early(not (args.dry_run or args.inline)),
+        ending.advised(f"what is done is kept; to go on:\n  {again}"),
+    ):
         _shrink(args)
 
 
@@ -103,11 +107,12 @@ def _shrink(args: argparse.Namespace) -> None:
         flags.limit_threads()
         if args.upload is not None:
             _check_upload(args)
-        asked = _asked(args, effort, _shape(args.model, target))
+        asked = _asked(args, effort, _shape(args, target))
         settings = flags.settings_from({name: option.usual for name, option in OPTIONS["search"].items()} | asked)
     from tune_prune.checkpoint import quantisation
     from tune_prune.commands import plan_page, upload
     from tune_prune.commands.results import run
+    from tune_prune.models import catalog
     from tune_prune.tuning.preflight import make_plan
 
     with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
@@ -126,24 +131,28 @@ def _shrink(args: argparse.Namespace) -> None:
         results = run(plan, [*flags.SEARCH, *arguments("search", asked)])
     label, lines = chosen(results)
     say("\n" + "\n".join(plan_page.lines(lines)) + "\n")
+    original = catalog.resolve(args.model)
     with terminal.shown():
         about = _saved(results, label, folder, target.format, args.quantize)
         measured = _measured(folder, about, args.data_dir)
-        speeds = _speeds(folder, about, vars(args)["for"])
-    say(f"\n{comparison(about, measured, speeds)}\n")
-    if args.upload is not None:
-        upload.upload(folder, args.upload, args.public)
+        speeds = _speeds(folder, about, vars(args)["for"], original)
+    say(f"\n{comparison(about, measured, speeds, original)}\n")
     for name, line in _closing(folder, about, vars(args)["for"], results):  # in one line each, to be copied
         say(f"{name:<12} {line}")
+    if args.upload is not None:
+        say()
+        upload.upload(folder, args.upload, args.public)
 
 
 def _check_upload(args: argparse.Namespace) -> None:
     """Raise UserError where the model could not be uploaded: before hours of work."""
     from tune_prune.checkpoint import publish
     from tune_prune.checkpoint.save import base_license
-    from tune_prune.models import catalog
+    from tune_prune.models import catalog, loading
 
-    publish.check(args.upload, base_license(catalog.resolve(args.model)), args.public)
+    source = catalog.resolve(args.model)
+    loading.load_config(source)  # a GGUF file's licence is read with it
+    publish.check(args.upload, base_license(source), args.public)
 
 
 def _asked(args: argparse.Namespace, effort: Effort, shape: str | None) -> dict[str, Any]:
@@ -156,18 +165,20 @@ def _asked(args: argparse.Namespace, effort: Effort, shape: str | None) -> dict[
         "calibration": args.calibration,
         "data_dir": args.data_dir,
         "objective": RULE,
+        "inline": args.inline,
+        "name": args.name,
         **vars(effort),
     }
 
 
-def _shape(model: str, target: Target) -> str | None:
+def _shape(args: argparse.Namespace, target: Target) -> str | None:
     """Return the shape for an engine: one width for all layers where llama.cpp has no layers that differ for the family."""
     from tune_prune.checkpoint.gguf.architecture import check_config, check_shape
     from tune_prune.models import catalog, loading
 
     if target.format != "gguf":
-        return target.shape
-    config = loading.load_config(catalog.resolve(model))
+        return "aligned" if args.quantize == "int4" else target.shape  # which takes widths in multiples of 32
+    config = loading.load_config(catalog.resolve(args.model))
     check_config(config)
     try:
         check_shape(config, target.shape or "free")
@@ -177,55 +188,69 @@ def _shape(model: str, target: Target) -> str | None:
 
 
 def _folder(args: argparse.Namespace, plan: Plan) -> Path:
-    """Return where the model is saved. Raises UserError for a folder that is another thing than this command saves."""
+    """Return where the model is saved. Raises UserError, before the search, for a folder that holds another thing than this command
+    saves."""
     from tune_prune.analysis.verdict import folder_name
-    from tune_prune.checkpoint import manifest
+    from tune_prune.checkpoint import manifest, quantisation
     from tune_prune.checkpoint.save import check_folder
 
-    model = plan.models[0]
-    (ratio,) = model.targets
-    name = f"{folder_name(model.run.label)}-{100 * ratio:.4g}{TARGETS[vars(args)['for']].ending}"
-    name += f"-{args.quantize}" if args.quantize else ""
+    model, target = plan.models[0], TARGETS[vars(args)["for"]]
+    ((ratio, _),) = model.targets.items()
+    parts = [folder_name(model.run.label), f"{100 * ratio:.4g}"]
+    parts += ["quick"] * args.quick + ["thorough"] * args.thorough
+    parts += [f"tp{args.tensor_parallel}"] if args.tensor_parallel else []
+    name = f"{args.name or '-'.join(parts)}{target.ending}" + (f"-{args.quantize}" if args.quantize else "")
+    if is_address(args.output or ""):
+        raise UserError(f"--output {args.output} is no folder, which a model is saved to; name one, then copy it there")
     folder = Path(args.output or name).expanduser().absolute()
-    if not folder.is_dir() or manifest.read(folder) is None:
+    about = manifest.read(folder) if folder.is_dir() else None
+    if about is not None:
+        made = about.base.fingerprint, about.config.pruning_ratio, about.config.shape, about.format, about.quantization
+        kind = quantisation.name_of(args.quantize)
+        if made != (model.model_fingerprint, ratio, model.shapes[0], target.format, kind):
+            raise _another(folder)
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--output {folder} exists and holds no pruned model; name a new folder with --output")
+    else:
         check_folder(folder, overwrite=False)
     return folder
 
 
+def _another(folder: Path) -> UserError:
+    return UserError(f"{folder} holds another pruned model; name a new folder with --output, or remove that one")
+
+
 def chosen(results: Results) -> tuple[str, list[tuple[str, str]]]:
     """Return the label of the configuration that is closest to the original, and lines that say which it is and why."""
+    import numpy as np
+
     from tune_prune.analysis.render.messages import printed
     from tune_prune.analysis.statistics.rules import score
-    from tune_prune.analysis.verdict import in_words, verdicts
+    from tune_prune.analysis.verdict import close_calls, in_words, verdicts
     from tune_prune.commands.analysis import why_nothing
 
     if not results.findings.models:
         raise UserError(why_nothing(results.findings.study))
     (verdict,) = verdicts(results.findings).values()
-    best, rows, marked = verdict.winner.best, verdict.rows, len(verdict.marked)
-    distance = {result.model.label: -_best(score(result.eligible, RULE)) for result in verdict.members}
+    best, rows = verdict.winner.best, verdict.rows
+    distances = {result.model.trained: -np.nanmax(score(result.eligible, RULE)) for result in verdict.members}
     label = verdict.winner.model.label
     lines = [
         ("chosen", f"{in_words(verdict.winner)} ({best['name']})"),
-        ("", f"its predictions are the closest to the original's: KL {printed(distance[label], 'nats')} nats"),
+        ("", f"its predictions are the closest to the original's: KL {printed(min(distances.values()), 'nats')} nats"),
     ]
-    if marked > 1:
-        which = f"the {marked}" if marked == len(rows) else f"the best {marked} of {len(rows)}"
-        lines.append(("why", f"accuracy cannot tell {which} apart, and KL sees every prediction"))
+    if len(rows) > 1:
+        lines.append(("why", f"KL sees every prediction; by accuracy {close_calls(verdict.winner, rows)}"))
     by_right = score(rows, "gold_logprob")
-    if not math.isnan(_best(by_right)):
-        name = rows["name"].iloc[int(by_right.argmax())]
-        same = "is the best by how likely right answers are, too"
-        lines.append(("", f"it {same}" if name == best["name"] else f"{name} finds right answers more likely"))
-    if len(distance) > 1:
-        untrained, trained = (printed(value, "nats") for value in distance.values())
+    if not np.isnan(by_right).all():
+        name = rows["name"].iloc[int(np.nanargmax(by_right))]
+        same = "it is the best by how likely right answers are, too"
+        lines.append(("", same if name == best["name"] else f"{name} finds right answers more likely"))
+    if len(distances) > 1:
+        untrained, trained = (printed(distances[training], "nats") for training in (False, True))
         pays = "pays" if verdict.winner.model.trained else "does not pay"
         lines.append(("training", f"{pays}: KL {untrained} without, {trained} with it"))
     return label, lines
-
-
-def _best(scores: Any) -> float:
-    return max((float(value) for value in scores if not math.isnan(value)), default=math.nan)
 
 
 def _saved(results: Results, label: str, folder: Path, fmt: Format, kind: str | None) -> Manifest:
@@ -237,13 +262,14 @@ def _saved(results: Results, label: str, folder: Path, fmt: Format, kind: str | 
 
     request = prune_request.from_config(str(results.folder), label)
     if folder.is_dir() and (about := manifest.read(folder)) is not None:
-        wanted = request.config, fmt, quantisation.name_of(kind), request.plan or about.plan
-        if (about.config, about.format, about.quantization, about.plan) != wanted:
-            raise UserError(f"--output {folder} holds another pruned model; name another folder, or remove that one")
+        wanted = request.config, request.source, fmt, quantisation.name_of(kind), request.plan or about.plan
+        if (about.config, about.source, about.format, about.quantization, about.plan) != wanted:
+            raise _another(folder)
         say(f"saved        {folder.name}/ is there already")
         return about
     dense = Model(request.run, prune.device_of(request, measure=True))
-    return prune.save(dense, request, folder, fmt, measure=_speed_fits(dense), quantize=kind)
+    # Of a quantised model its engine alone can tell the speed.
+    return prune.save(dense, request, folder, fmt, measure=kind is None and _speed_fits(dense), quantize=kind)
 
 
 def _speed_fits(dense: Model) -> bool:
@@ -253,23 +279,34 @@ def _speed_fits(dense: Model) -> bool:
     from tune_prune.tuning.memory import on_this_machine
 
     free = torch.cuda.mem_get_info()[0] if dense.device == "cuda" else on_this_machine()["host"]
-    itemsize = getattr(dense.hf_config, "dtype", None) or torch.float32
-    return 2.5 * dense.params * itemsize.itemsize < free
+    dtype = getattr(dense.hf_config, "dtype", None) or torch.float32
+    if 2.5 * dense.params * dtype.itemsize < free:
+        return True
+    say("note         speed is not measured: the original and its copy do not fit into memory at once")
+    return False
 
 
-def _speeds(folder: Path, about: Manifest, engine: str) -> tuple[dict[str, GenerationSpeed], str] | None:
+def _speeds(
+    folder: Path, about: Manifest, engine: str, original: ModelSource
+) -> tuple[dict[str, GenerationSpeed], str] | None:
     """Return the speeds of the original and of the saved model, and the engine with its version: measured in the engine that it is
-    for, where that has a benchmark that is installed, else as they were in transformers; None where neither is known."""
+    for, where that has a benchmark that is installed (llama.cpp's wants a GGUF file of the original), else as they were in
+    transformers; None where neither is known."""
+    import torch
+
     from tune_prune.checkpoint.engine_speed import PROGRAMS
     from tune_prune.commands import speed
+    from tune_prune.models.runner.out_of_memory import release
 
-    if engine in PROGRAMS and shutil.which(PROGRAMS[engine][0]) is not None:
+    comparable = engine != "llama.cpp" or original.file is not None
+    if engine in PROGRAMS and comparable and shutil.which(PROGRAMS[engine][0]) is not None:
+        if torch.cuda.is_available():
+            release(torch.device("cuda"))  # what this process has measured with: the engine wants the whole GPU
         try:
-            speeds, _, version = speed.measured(
-                speed.parser().parse_args(["--model", str(folder), "--engine", engine, "--repeats", "3"])
-            )
+            line = ["--model", str(folder), "--engine", engine, "--repeats", "3"]
+            speeds, _, version = speed.measured(speed.parser().parse_args(line))
             return speeds, version
-        except UserError as error:  # such as an original that has no GGUF file
+        except UserError as error:
             say(f"note         no speed in {engine}: {error}")
     return None if about.speed is None else (about.speed, f"transformers {about.versions['transformers']}")
 
@@ -289,8 +326,14 @@ def _measured(folder: Path, about: Manifest, data_dir: str | None) -> Evaluation
         return model.evaluate(protocol.limit, protocol.tasks, kl=True)
 
 
-def comparison(about: Manifest, measured: Evaluation, speeds: tuple[Mapping[str, GenerationSpeed], str] | None) -> str:
-    """Return the saved model beside the original as a table. `speeds`: of both, and the engine."""
+def comparison(
+    about: Manifest,
+    measured: Evaluation,
+    speeds: tuple[Mapping[str, GenerationSpeed], str] | None,
+    original: ModelSource,
+) -> str:
+    """Return the saved model beside the original as a table, and what is to be known of its numbers. `speeds`: of both, and the
+    engine."""
     from tune_prune.analysis.render.messages import pm
     from tune_prune.checkpoint.card import format_perplexity, metric, share, short_bytes, short_count
     from tune_prune.checkpoint.generation_speed import conditions, rate
@@ -300,14 +343,21 @@ def comparison(about: Manifest, measured: Evaluation, speeds: tuple[Mapping[str,
     after: Mapping[str, Any] = measured.record.metrics
     dense, now = about.sizes["dense"], about.saved_sizes
     on_disk = sum(file.bytes for file in about.files.values())
+    before_bytes = dense.weight_bytes if original.file is None else original.file.stat().st_size
     accuracies, likely = (
         [pm(metrics.get(name), metrics.get(f"{name}_stderr"), form) for metrics in (before, after)]
         for name, form in (("acc_mean", "acc"), ("gold_logprob_mean", "nats"))
     )
     rows: list[Sequence[str]] = [
         ("", "original", "smaller", ""),
-        ("on disk", short_bytes(dense.weight_bytes), short_bytes(on_disk), share(on_disk, dense.weight_bytes)),
+        ("on disk", short_bytes(before_bytes), short_bytes(on_disk), share(on_disk, before_bytes)),
         ("parameters", short_count(dense.params), short_count(now.params), share(now.params, dense.params)),
+        (
+            "memory per token",
+            short_bytes(dense.kv_bytes_per_token),
+            short_bytes(now.kv_bytes_per_token),
+            share(now.kv_bytes_per_token, dense.kv_bytes_per_token),
+        ),
     ]
     if speeds is not None:
         first, last = speeds[0].values()
@@ -324,8 +374,14 @@ def comparison(about: Manifest, measured: Evaluation, speeds: tuple[Mapping[str,
         for name, text in (("kl_text", "text"), ("kl_tasks", "questions"))
         if name in after
     ]
-    notes = [] if speeds is None else [f"speed: {conditions(first)}, {speeds[1]}"]
-    return "\n".join([*aligned(rows), *notes])
+    notes = list(about.notes)
+    if about.quantization is not None:
+        notes.append(f"scores are those of weights dequantised from {about.quantization}")
+    if on_disk > before_bytes:
+        notes.append("larger than the original's file, which is in fewer bits: --quantize makes it smaller")
+    if speeds is not None:
+        notes.append(f"speed: {conditions(first)}, {speeds[1]}")
+    return "\n".join([*aligned(rows), *(f"note         {note}" for note in notes)])
 
 
 def _closing(folder: Path, about: Manifest, engine: str, results: Results) -> Sequence[tuple[str, str]]:

@@ -160,7 +160,8 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         for name in _RUN_OTHERWISE:
             config.__dict__.pop(name, None)
         family = _family(config)
-        if quantised.about(Path(source.location)) is None:
+        place = hub.folder(source.location, source.revision) if source.kind == "hub" else Path(source.location)
+        if place is None or quantised.about(place) is None:
             unsupported.check_quantisation(values, source.location)
         config.__dict__.pop("quantization_config", None)  # read where the weights are
     except UserError:
