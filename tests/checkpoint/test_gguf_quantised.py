@@ -149,7 +149,10 @@ FLAGS = ["--model", "tiny-llama", "--method", "random", "--output"]
         ),
         ("--format gguf --quantize int8", "--quantize int8 is no type of --format gguf; take one of q8_0, q6_k, "),
         ("--format hf-padded --quantize int8", "fills it up with zeros; take --format hf, with --shape uniform"),
-        ("--quantize int4 --shape free", "--quantize int4 takes widths in multiples of 32, and --shape free has any"),
+        (
+            "--quantize int4 --shape free",
+            "--quantize int4 takes widths in multiples of 32, and --shape free has others",
+        ),
         ("--quantize int8", "--quantize int8 needs the package compressed-tensors; pip install 'tune_prune[quantize]'"),
         ("--format gguf --quantize q4_k_m", "llama-quantize is not on PATH; install llama.cpp, or llama-cpp-python"),
     ],
