@@ -195,7 +195,7 @@ def _folder(args: argparse.Namespace, plan: Plan) -> Path:
     from tune_prune.checkpoint.save import check_folder
 
     model, target = plan.models[0], TARGETS[vars(args)["for"]]
-    ((ratio, _),) = model.targets.items()
+    (ratio,) = model.targets
     parts = [folder_name(model.run.label), f"{100 * ratio:.4g}"]
     parts += ["quick"] * args.quick + ["thorough"] * args.thorough
     parts += [f"tp{args.tensor_parallel}"] if args.tensor_parallel else []
