@@ -66,7 +66,8 @@ class LocalRay:
         flags += ["--include-log-monitor=false", f'--resources={{"{RESOURCE}": 1}}', "--block"]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *flags],
+                # Unbuffered, so that the last line of its log is the reason for which it has ended.
+                [sys.executable, "-u", "-m", "ray.scripts.scripts", "start", "--head", *flags],
                 env=os.environ | {"RAY_TMPDIR": str(self._folder), "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
