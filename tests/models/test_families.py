@@ -18,7 +18,7 @@ from tune_prune.models import unsupported
 from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure, decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import config_geometry
-from tune_prune.models.registration import STEMS
+from tune_prune.models.pruned.configuration_tune_prune import CONFIGS
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.selection import budget
 from tune_prune.pruning.surgery import prune
@@ -276,4 +276,4 @@ def test_a_pruned_checkpoint_with_half_an_attention_is_refused(tiny):
 
 
 def test_the_pruned_models_of_every_family_have_classes():
-    assert set(STEMS) == set(FAMILIES)
+    assert set(CONFIGS) == set(FAMILIES)

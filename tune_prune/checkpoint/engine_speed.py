@@ -25,7 +25,8 @@ from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import PRUNED_PREFIX
 from tune_prune.models.pruned import modeling_tune_prune
-from tune_prune.models.registration import STEMS, auto_map
+from tune_prune.models.pruned.configuration_tune_prune import CONFIGS
+from tune_prune.models.registration import auto_map
 
 # What a user calls the engine -> the program of its benchmark, and how it is had
 PROGRAMS = {
@@ -133,7 +134,7 @@ def _without_foreign_code(model: ModelSource) -> Iterator[list[str]]:
     config = Path(model.location) / "config.json"
     values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     family = str(values.get("model_type", "")).removeprefix(PRUNED_PREFIX)
-    if family not in STEMS or family == values["model_type"]:
+    if family not in CONFIGS or family == values["model_type"]:
         yield ["--model", model.location, *([] if model.revision is None else ["--revision", model.revision])]
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -21,9 +21,8 @@ from tune_prune.core.errors import UserError
 from tune_prune.models.families import LAYER_LISTS, Family, decoder_layers
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel
-from tune_prune.models.pruned import modeling_tune_prune
-from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
-from tune_prune.models.registration import MODEL_FILE, STEMS, auto_map, register
+from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, LANGUAGE_MODELS, RemovedBlock
+from tune_prune.models.registration import MODEL_FILE, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.padding import zero_filled
@@ -157,7 +156,7 @@ def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_d
 def pruned_class(model_type: str) -> type[PreTrainedModel]:
     """Return the class of pruned checkpoints of a dense family."""
     register()  # its files are saved with its models
-    return getattr(modeling_tune_prune, f"Pruned{STEMS[model_type]}ForCausalLM")
+    return LANGUAGE_MODELS[model_type]
 
 
 def _plain(config: PretrainedConfig) -> dict[str, Any]:

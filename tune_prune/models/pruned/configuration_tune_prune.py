@@ -12,16 +12,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import transformers
 from huggingface_hub.dataclasses import strict
-from transformers import (
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import PreTrainedConfig
+
+# model_type of the dense family -> what its classes' names in transformers begin with
+STEMS = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+}
 
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 SKIPPED = ("attention", "mlp")
@@ -57,31 +60,16 @@ class PrunedConfig(PreTrainedConfig):
                 raise ValueError(f"layer {index} has {dict(zip(SIZES, sizes, strict=True))}; heads must share evenly")
 
 
-@strict
-class PrunedLlamaConfig(PrunedConfig, LlamaConfig):
-    model_type = "tune_prune_llama"
+def _config_class(model_type: str, stem: str) -> type[PrunedConfig]:
+    base = getattr(transformers, f"{stem}Config")
+    fields = {"model_type": f"tune_prune_{model_type}", "__module__": __name__}
+    return strict(type(f"Pruned{stem}Config", (PrunedConfig, base), fields))
 
 
-@strict
-class PrunedMistralConfig(PrunedConfig, MistralConfig):
-    model_type = "tune_prune_mistral"
-
-
-@strict
-class PrunedQwen2Config(PrunedConfig, Qwen2Config):
-    model_type = "tune_prune_qwen2"
-
-
-@strict
-class PrunedQwen3Config(PrunedConfig, Qwen3Config):
-    model_type = "tune_prune_qwen3"
-
-
-@strict
-class PrunedSmolLM3Config(PrunedConfig, SmolLM3Config):
-    model_type = "tune_prune_smollm3"
-
-
-@strict
-class PrunedGraniteConfig(PrunedConfig, GraniteConfig):
-    model_type = "tune_prune_granite"
+# PrunedLlamaConfig and so on, of the families that the installed transformers has.
+CONFIGS = {
+    model_type: _config_class(model_type, stem)
+    for model_type, stem in STEMS.items()
+    if hasattr(transformers, f"{stem}Config")
+}
+globals().update({config.__name__: config for config in CONFIGS.values()})

@@ -13,32 +13,11 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    GraniteForCausalLM,
-    GraniteModel,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralForCausalLM,
-    MistralModel,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    SmolLM3ForCausalLM,
-    SmolLM3Model,
-)
+from transformers import PreTrainedModel
 
-from .configuration_tune_prune import (
-    PrunedConfig,
-    PrunedGraniteConfig,
-    PrunedLlamaConfig,
-    PrunedMistralConfig,
-    PrunedQwen2Config,
-    PrunedQwen3Config,
-    PrunedSmolLM3Config,
-)
+from .configuration_tune_prune import CONFIGS, STEMS, PrunedConfig
 
 if TYPE_CHECKING:
     # Never imported. Whenever a model is saved, transformers copies the files that its class file imports beside the weights, and
@@ -117,97 +96,31 @@ def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTraine
     model.post_init()
 
 
-class PrunedLlamaModel(LlamaModel):
-    config_class = PrunedLlamaConfig
+def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrainedModel]:
+    base = getattr(transformers, f"{stem}Model")
 
-    def __init__(self, config: PrunedLlamaConfig) -> None:
-        super().__init__(_one_layer(config))
+    def __init__(self: Any, config: PrunedConfig) -> None:
+        base.__init__(self, _one_layer(config))
         _put_layers(self, config)
 
-
-class PrunedLlamaForCausalLM(LlamaForCausalLM):
-    config_class = PrunedLlamaConfig
-
-    def __init__(self, config: PrunedLlamaConfig) -> None:
-        super().__init__(_one_layer(config))
-        _put_decoder(self, config, PrunedLlamaModel)
+    fields = {"config_class": config_class, "__init__": __init__, "__module__": __name__}
+    return type(f"Pruned{stem}Model", (base,), fields)
 
 
-class PrunedMistralModel(MistralModel):
-    config_class = PrunedMistralConfig
+def _language_model_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    base = getattr(transformers, f"{stem}ForCausalLM")
 
-    def __init__(self, config: PrunedMistralConfig) -> None:
-        super().__init__(_one_layer(config))
-        _put_layers(self, config)
+    def __init__(self: Any, config: PrunedConfig) -> None:
+        base.__init__(self, _one_layer(config))
+        _put_decoder(self, config, decoder_class)
 
-
-class PrunedMistralForCausalLM(MistralForCausalLM):
-    config_class = PrunedMistralConfig
-
-    def __init__(self, config: PrunedMistralConfig) -> None:
-        super().__init__(_one_layer(config))
-        _put_decoder(self, config, PrunedMistralModel)
+    fields = {"config_class": decoder_class.config_class, "__init__": __init__, "__module__": __name__}
+    return type(f"Pruned{stem}ForCausalLM", (base,), fields)
 
 
-class PrunedQwen2Model(Qwen2Model):
-    config_class = PrunedQwen2Config
-
-    def __init__(self, config: PrunedQwen2Config) -> None:
-        super().__init__(_one_layer(config))
-        _put_layers(self, config)
-
-
-class PrunedQwen2ForCausalLM(Qwen2ForCausalLM):
-    config_class = PrunedQwen2Config
-
-    def __init__(self, config: PrunedQwen2Config) -> None:
-        super().__init__(_one_layer(config))
-        _put_decoder(self, config, PrunedQwen2Model)
-
-
-class PrunedQwen3Model(Qwen3Model):
-    config_class = PrunedQwen3Config
-
-    def __init__(self, config: PrunedQwen3Config) -> None:
-        super().__init__(_one_layer(config))
-        _put_layers(self, config)
-
-
-class PrunedQwen3ForCausalLM(Qwen3ForCausalLM):
-    config_class = PrunedQwen3Config
-
-    def __init__(self, config: PrunedQwen3Config) -> None:
-        super().__init__(_one_layer(config))
-        _put_decoder(self, config, PrunedQwen3Model)
-
-
-class PrunedSmolLM3Model(SmolLM3Model):
-    config_class = PrunedSmolLM3Config
-
-    def __init__(self, config: PrunedSmolLM3Config) -> None:
-        super().__init__(_one_layer(config))
-        _put_layers(self, config)
-
-
-class PrunedSmolLM3ForCausalLM(SmolLM3ForCausalLM):
-    config_class = PrunedSmolLM3Config
-
-    def __init__(self, config: PrunedSmolLM3Config) -> None:
-        super().__init__(_one_layer(config))
-        _put_decoder(self, config, PrunedSmolLM3Model)
-
-
-class PrunedGraniteModel(GraniteModel):
-    config_class = PrunedGraniteConfig
-
-    def __init__(self, config: PrunedGraniteConfig) -> None:
-        super().__init__(_one_layer(config))
-        _put_layers(self, config)
-
-
-class PrunedGraniteForCausalLM(GraniteForCausalLM):
-    config_class = PrunedGraniteConfig
-
-    def __init__(self, config: PrunedGraniteConfig) -> None:
-        super().__init__(_one_layer(config))
-        _put_decoder(self, config, PrunedGraniteModel)
+# PrunedLlamaModel, PrunedLlamaForCausalLM and so on, by the model_type of the dense family.
+DECODERS = {model_type: _decoder_class(STEMS[model_type], config) for model_type, config in CONFIGS.items()}
+LANGUAGE_MODELS = {
+    model_type: _language_model_class(STEMS[model_type], model) for model_type, model in DECODERS.items()
+}
+globals().update({model.__name__: model for model in (*DECODERS.values(), *LANGUAGE_MODELS.values())})
