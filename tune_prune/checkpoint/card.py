@@ -354,10 +354,9 @@ _STYLE: dict[str, Any] = {
 def layer_counts(manifest: Manifest, geometry: Geometry) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return kept and dense counts [layers of the dense model] of KV groups and of MLP channels."""
     plan = manifest.plan
-    return {
-        "KV groups": (np.array([*map(len, plan.kept_groups)]), np.array(geometry.kv_heads)),
-        "MLP channels": (np.array([*map(len, plan.kept_channels)]), np.array(geometry.mlp_width)),
-    }
+    groups = {"KV groups": (plan.kept_groups, geometry.kv_heads)} if any(geometry.kv_heads) else {}
+    both = groups | {"MLP channels": (plan.kept_channels, geometry.mlp_width)}
+    return {name: (np.array([*map(len, kept)]), np.array(dense)) for name, (kept, dense) in both.items()}
 
 
 def picture_text(manifest: Manifest, geometry: Geometry) -> str:

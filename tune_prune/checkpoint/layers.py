@@ -37,10 +37,13 @@ class LayerWidths:
     kv_heads: int
     channels: int  # of the MLP
 
-    @property
-    def skip(self) -> list[str]:
-        """Return the names of the blocks that are gone, as configs say it."""
-        return [kind for kind, size in zip(BLOCKS, (self.kv_heads, self.channels), strict=True) if not size]
+    def skip(self, prunes: Sequence[str]) -> list[str]:
+        """Return the names of the blocks that are gone, as configs say it, of those of which parts may go."""
+        return [
+            kind
+            for kind, size in zip(BLOCKS, (self.kv_heads, self.channels), strict=True)
+            if kind in prunes and not size
+        ]
 
 
 def compact(pruned: Sketch, family: Family) -> tuple[Sketch, list[int]]:
@@ -50,7 +53,8 @@ def compact(pruned: Sketch, family: Family) -> tuple[Sketch, list[int]]:
     dropped = [
         index
         for index, layer in enumerate(layers)
-        if not any(True for name in (family.attention, family.mlp) for _ in layer.get_submodule(name).parameters())
+        if "attention" in family.prunes
+        and not any(True for name in (family.attention, family.mlp) for _ in layer.get_submodule(name).parameters())
     ]
     if not dropped:
         return pruned, dropped
@@ -101,41 +105,44 @@ def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
     """Return the sizes of every layer, read off its modules."""
     sizes = []
     for layer in decoder_layers(model, family):
-        rows = {role: linear.out_features for role, linear in family.linears(layer).items()}
-        head_dim = family.head_dim(layer) if "key" in rows else 1
-        sizes.append(LayerWidths(rows.get("query", 0) // head_dim, rows.get("key", 0) // head_dim, rows.get("gate", 0)))
+        rows, kv_heads = (
+            {role: linear.out_features for role, linear in family.linears(layer).items()},
+            family.kv_heads(layer),
+        )
+        heads = rows["query"] // family.head_dim(layer) if kv_heads else 0
+        sizes.append(LayerWidths(heads, kv_heads, rows.get("gate", 0)))
     return tuple(sizes)
 
 
 def is_uniform(sizes: Sequence[LayerWidths], stock_kv_heads: Sequence[int]) -> bool:
     """Return whether the family's own config can state these sizes. `stock_kv_heads`: numbers of KV heads that it can state."""
-    return len(set(sizes)) == 1 and not sizes[0].skip and sizes[0].kv_heads in stock_kv_heads
+    return len(set(sizes)) == 1 and bool(sizes[0].channels) and sizes[0].kv_heads in stock_kv_heads
 
 
 def stock_config(config: PretrainedConfig, size: LayerWidths, head_dim: int) -> PretrainedConfig:
     """Return a config of the dense family in which every layer has that size."""
-    fields = _plain(config) | {
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "intermediate_size": size.channels,
-        "head_dim": head_dim,
-    }
+    fields = _plain(config) | _fields(size)
+    if size.kv_heads:
+        fields["head_dim"] = head_dim
     return type(config).from_dict(fields)
 
 
-def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_dim: int) -> PretrainedConfig:
+def _fields(size: LayerWidths) -> dict[str, Any]:
+    """Return the fields of a config that state the sizes of a layer, of the blocks that it has and that may be cut."""
+    attention = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads} if size.kv_heads else {}
+    return attention | ({"intermediate_size": size.channels} if size.channels else {})
+
+
+def pruned_config(
+    config: PretrainedConfig, family: Family, sizes: Sequence[LayerWidths], head_dim: int
+) -> PretrainedConfig:
     """Return the config of a checkpoint whose layers differ: the dense family's fields at their old values, and what each layer
     has instead."""
     per_layer: dict[str, dict[str, Any]] = {}
     for index, size in enumerate(sizes):
-        fields_of_layer: dict[str, Any] = {"skip": size.skip} if size.skip else {}
-        if size.kv_heads:
-            fields_of_layer |= {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads}
-        if size.channels:
-            fields_of_layer |= {"intermediate_size": size.channels}
-        per_layer[str(index)] = fields_of_layer
+        skip = size.skip(family.prunes)
+        per_layer[str(index)] = ({"skip": skip} if skip else {}) | _fields(size)
     fields = _plain(config) | {
-        "head_dim": head_dim,
         "per_layer_config": per_layer,
         "auto_map": auto_map(config.model_type),
         "model_file": MODEL_FILE,
@@ -144,12 +151,18 @@ def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_d
         # vLLM runs a class that it does not know through transformers, and scales its logits by this alone. Its own Granite class
         # would do both, so no config of the family itself has it.
         fields["logit_scale"] = 1 / scaling
+    if "attention" in family.prunes:
+        fields["head_dim"] = head_dim
     dense = (config.num_key_value_heads, config.intermediate_size)
     if all(size.kv_heads in (0, dense[0]) and size.channels in (0, dense[1]) for size in sizes):
         # Whole blocks are gone and nothing else. The family's own class, forced on the checkpoint, raises where a tensor does
         # not fit, but fills one that it misses with random numbers: so nothing may fit the sizes that it reads.
         per_kv = config.num_attention_heads // dense[0]
-        fields |= {"num_attention_heads": (dense[0] + 1) * per_kv, "num_key_value_heads": dense[0] + 1}
+        fields |= (
+            {"num_attention_heads": (dense[0] + 1) * per_kv, "num_key_value_heads": dense[0] + 1}
+            if "attention" in family.prunes
+            else {"intermediate_size": dense[1] + 1}
+        )
     return cast(Any, pruned_class(config.model_type).config_class).from_dict(fields)
 
 
@@ -172,7 +185,7 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
     config can state its widths or where (format "hf-padded") zeros fill every layer up to the widest, else of an own class. No
     layer is narrower than `least_widths`. `geometry`: that of `dense`."""
     config, model_class, weights = pruned.model.config, type(dense), pruned.weights
-    groups, channels = least_widths(config, fmt)
+    groups, channels = least_widths(config, family, fmt)
     heads = groups * geometry.queries_per_kv
     sizes = [
         LayerWidths(max(heads, size.heads), max(groups, size.kv_heads), max(channels, size.channels))
@@ -183,7 +196,7 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
     elif fmt == "hf-padded":
         config = stock_config(config, _widest(sizes, geometry), geometry.head_dim)
     else:
-        config = pruned_config(config, sizes, geometry.head_dim)
+        config = pruned_config(config, family, sizes, geometry.head_dim)
         model_class = pruned_class(family.model_type)
     with torch.device("meta"):
         built = cast(PreTrainedModel, cast(Any, model_class)._from_config(config, dtype=pruned.model.dtype))
@@ -200,18 +213,19 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
     return Sketch(built.eval().requires_grad_(False), weights)
 
 
-def least_widths(config: PretrainedConfig, fmt: str) -> tuple[int, int]:
+def least_widths(config: PretrainedConfig, family: Family, fmt: str) -> tuple[int, int]:
     """Return how many KV groups and MLP channels every layer has at least in the files of a format; zeros stand in for lost ones.
 
     vLLM refuses a layer that does not attend. A lost MLP may leave a bias, on a projection without inputs: at that vLLM divides by
     zero on CPUs, which ends its process.
     """
-    return (1, int(getattr(config, "mlp_bias", False))) if fmt == "vllm" else (0, 0)
+    groups = int("attention" in family.prunes)
+    return (groups, int(getattr(config, "mlp_bias", False))) if fmt == "vllm" else (0, 0)
 
 
 def _widest(sizes: Sequence[LayerWidths], geometry: Geometry) -> LayerWidths:
     """Return the smallest width that the family's config can state and that holds every layer."""
-    per_kv = next(size.heads // size.kv_heads for size in sizes if size.kv_heads)  # the first layer always has some
+    per_kv = geometry.queries_per_kv
     most = max(size.kv_heads for size in sizes)
     kv_heads = min(count for count in geometry.uniform_kv_heads if count >= most)
     return LayerWidths(kv_heads * per_kv, kv_heads, max(1, *(size.channels for size in sizes)))
@@ -256,13 +270,14 @@ class Sizes:
 def sizes(model: PreTrainedModel, family: Family) -> Sizes:
     """Return the sizes of `model`, whose layers may have lost blocks."""
     params = list(model.parameters())  # each once, however many modules share it
-    projections = [family.linears(layer) for layer in decoder_layers(model, family)]
-    fill_cache = [layer[role] for layer in projections for role in ("key", "value") if role in layer]
+    layers = decoder_layers(model, family)
     return Sizes(
         params=sum(p.numel() for p in params),
         weight_bytes=sum(p.nbytes for p in params),
-        kv_bytes_per_token=sum(linear.out_features * linear.weight.dtype.itemsize for linear in fill_cache),
-        macs_per_token=sum(linear.weight.numel() for layer in projections for linear in layer.values())
+        kv_bytes_per_token=sum(
+            linear.out_features * linear.weight.dtype.itemsize for layer in layers for linear in family.cached(layer)
+        ),
+        macs_per_token=sum(part.weight.numel() for part in layers.modules() if isinstance(part, nn.Linear))
         + cast(nn.Linear, model.get_output_embeddings()).weight.numel(),
     )
 

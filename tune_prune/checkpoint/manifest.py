@@ -232,9 +232,9 @@ def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, wh
         raise _differs(
             folder, f"{where} is that of a {config.model_type} model, the manifest that of a pruned {dense} model"
         )
-    _, geometry = loading.config_geometry(config)
+    family, geometry = loading.config_geometry(config)
     sizes = list(zip(geometry.kv_heads, geometry.mlp_width, strict=True))
-    groups, channels = least_widths(config, manifest.format)
+    groups, channels = least_widths(config, family, manifest.format)
     kept = [
         (max(groups, len(plan.kept_groups[layer])), max(channels, len(plan.kept_channels[layer])))
         for layer in manifest.saved_layers

@@ -97,7 +97,7 @@ def save_checkpoint(
             stored = sizes(saved.model, family)
             if fmt == "hf-padded" or stored != rows["pruned"]:
                 rows["padded"] = stored
-            notes += _filled_blocks(plan, dropped, layers.least_widths(dense.model.config, fmt))
+            notes += _filled_blocks(plan, dropped, layers.least_widths(dense.model.config, dense.family, fmt))
             notes += quantisation.NOTES.get(quantize or "", ())
         models = {"dense": dense.model, [*rows][-1]: saved.in_memory()} if measure_speed else {}
         weight_paths = [path for path in sorted(work.iterdir()) if path.suffix in (".safetensors", ".gguf")]

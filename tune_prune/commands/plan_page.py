@@ -279,7 +279,7 @@ def _table_of_models(plan: Plan) -> list[tuple[str, ...]]:
         g = model.geometry
         removable = " / ".join(f"{shapes.removal_bounds(g, shape).most:,}" for shape in model.shapes)
         groups_of, channels = (
-            f"{max(g.kv_heads)} x {max(g.group_cost):,}",
+            "whole" if g.whole_attention else f"{max(g.kv_heads)} x {max(g.group_cost):,}",
             f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
         )
         for ratio, target in model.targets.items():

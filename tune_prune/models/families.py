@@ -25,6 +25,7 @@ LAYER_LISTS = ("layer_types", "no_rope_layers")  # fields of configs that have a
 # The projections' roles, by the block they belong to.
 ATTENTION = ("query", "key", "value", "output")
 MLP = ("gate", "up", "down")
+ROLES = {"attention": ATTENTION, "mlp": MLP}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Family:
     [M, H] follow the pruned groups, and so do their biases; of o [H, K*g*d] and down [H, M] the columns follow."""
 
     model_type: str  # transformers' config.model_type
+    # Of which blocks parts may go. Attention stays whole, whatever it is made of, where a cut would change what is left: norms over
+    # all heads, or layers that attend in no usual way.
+    prunes: tuple[str, ...] = ("attention", "mlp")
     layers: str = "model.layers"
     attention: str = "self_attn"
     query: str = "q_proj"
@@ -49,9 +53,8 @@ class Family:
     heads_divide_hidden: bool = False  # its config refuses num_attention_heads that do not divide hidden_size
 
     def projections(self) -> dict[str, str]:
-        """Path of each projection inside a layer, by role."""
-        attention = {role: f"{self.attention}.{getattr(self, role)}" for role in ATTENTION}
-        return attention | {role: f"{self.mlp}.{getattr(self, role)}" for role in MLP}
+        """Path inside a layer of each projection of the blocks that are pruned, by role."""
+        return {role: f"{getattr(self, block)}.{getattr(self, role)}" for block in self.prunes for role in ROLES[block]}
 
     def linears(self, layer: nn.Module) -> dict[str, nn.Linear]:
         """The projections of a decoder layer that passed `check_structure`, by role; of a pruned checkpoint's layer without
@@ -61,6 +64,16 @@ class Family:
 
     def head_dim(self, layer: nn.Module) -> int:
         return cast(int, layer.get_submodule(self.attention).head_dim)
+
+    def kv_heads(self, layer: nn.Module) -> int:
+        """Return the number of KV groups of a layer of which some may go; 0 where its attention stays whole, or is gone."""
+        key = self.linears(layer).get("key")
+        return 0 if key is None else key.out_features // self.head_dim(layer)
+
+    def cached(self, layer: nn.Module) -> list[nn.Linear]:
+        """Return the projections that fill the cache of a layer: of keys and of values."""
+        found = [_submodule(layer, f"{self.attention}.{name}") for name in (self.key, self.value)]
+        return [module for module in found if isinstance(module, nn.Linear) and module.in_features]
 
 
 FAMILIES = {
@@ -131,14 +144,17 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
     expected |= {f"{family.attention}.{norm}" for norm in family.head_norms}
     for index, layer in enumerate(layers):
         where = f"layer {index} of this {family.model_type} model"
-        unknown = {name.rpartition(".")[0] for name, _ in layer.named_parameters()} - expected
+        named = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
+        if "attention" not in family.prunes:  # what else there is stays as it is
+            named = {name for name in named if name.startswith(f"{family.mlp}.")}
+        unknown = named - expected
         if unknown:
             raise UserError(
                 f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "
                 "name (fused projections and mixtures of experts are not supported); choose another model"
             )
         parts = family.linears(layer)
-        for roles in (ATTENTION, MLP):
+        for roles in map(ROLES.__getitem__, family.prunes):
             if pruned and not set(roles) & set(parts):
                 continue
             for role in roles:

@@ -42,13 +42,14 @@ class Geometry:
     hidden_size: int
     head_dim: int
     queries_per_kv: int  # g: query heads that share one KV head
-    kv_heads: tuple[int, ...]  # K
+    kv_heads: tuple[int, ...]  # K; 0 of all layers where attention stays whole
     mlp_width: tuple[int, ...]  # M
     group_cost: tuple[int, ...]  # one KV group: d*H*(2g+2) plus its biases
     channel_cost: tuple[int, ...]  # one MLP channel: 3H plus its biases
     last_group_extra: tuple[int, ...]  # parameters that go with a layer's last KV group (norms over head_dim)
     cache_layers: tuple[int, ...]  # layers that keep a KV group: the first of each attention type, so always layer 0
     uniform_kv_heads: tuple[int, ...] = ()  # KV heads that a plain config can state for all layers at once, ascending
+    whole_attention: tuple[int, ...] = ()  # parameters of each layer outside its MLP where attention stays whole
 
     @property
     def num_layers(self) -> int:
@@ -63,8 +64,22 @@ class Geometry:
         return sum(self.layer_params) + sum(self.last_group_extra) - kept
 
     @property
+    def query_widths(self) -> tuple[int, ...]:
+        """Width of each layer's queries; of an attention that stays whole that of the hidden states, as a measure of it."""
+        group = self.queries_per_kv * self.head_dim
+        return (
+            (self.hidden_size,) * self.num_layers if self.whole_attention else tuple(k * group for k in self.kv_heads)
+        )
+
+    @property
+    def attention_params(self) -> tuple[int, ...]:
+        """Parameters of each layer's attention."""
+        groups = zip(self.kv_heads, self.group_cost, strict=True)
+        return self.whole_attention or tuple(k * cost for k, cost in groups)
+
+    @property
     def layer_params(self) -> tuple[int, ...]:
-        """Parameters of each layer's projections."""
+        """Parameters of each layer's groups and channels."""
         groups = zip(self.kv_heads, self.group_cost, self.mlp_width, self.channel_cost, strict=True)
         return tuple(k * group + width * channel for k, group, width, channel in groups)
 
@@ -73,14 +88,13 @@ def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
     """The geometry of a model; a pruned checkpoint's layer without attention has 0 KV heads, one without MLP a width of 0, and
     neither costs anything. Raises UserError where the model's structure is not the family's."""
     check_structure(model, family)
-    kv_heads, mlp_width, group_cost, channel_cost, extra = [], [], [], [], []
-    head_dim = queries = 0
+    kv_heads, mlp_width, group_cost, channel_cost, extra, whole = [], [], [], [], [], []
+    head_dim, queries, pruned = 1, 1, "attention" in family.prunes
     for layer in decoder_layers(model, family):
         part = family.linears(layer)
-        k = group = norms = 0
-        if "key" in part:
+        k, group, norms = family.kv_heads(layer), 0, 0
+        if k:
             head_dim = family.head_dim(layer)
-            k = part["key"].out_features // head_dim
             queries = part["query"].out_features // part["key"].out_features
             rows = sum(_row_params(part[role]) for role in ("query", "key", "value"))
             group = (rows + part["output"].weight.numel()) // k
@@ -96,6 +110,9 @@ def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
         extra.append(norms)
         mlp_width.append(m)
         channel_cost.append(columns // m if m else 0)
+        if not pruned:
+            outside = (p.numel() for name, p in layer.named_parameters() if not name.startswith(f"{family.mlp}."))
+            whole.append(sum(outside))
     types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(kv_heads)
     hidden = model.config.hidden_size
     return Geometry(
@@ -108,10 +125,13 @@ def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
         group_cost=tuple(group_cost),
         channel_cost=tuple(channel_cost),
         last_group_extra=tuple(extra),
-        cache_layers=tuple(sorted(types.index(kind) for kind in set(types))),
+        cache_layers=tuple(sorted(types.index(kind) for kind in set(types))) if pruned else (),
         uniform_kv_heads=tuple(
             k for k in range(1, min(kv_heads) + 1) if not family.heads_divide_hidden or hidden % (k * queries) == 0
-        ),
+        )
+        if pruned
+        else (0,),
+        whole_attention=tuple(whole),
     )
 
 

@@ -99,7 +99,9 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
         ]
         layers = f"layer{'s' * (len(geometry.cache_layers) > 1)} {', '.join(map(str, geometry.cache_layers))}"
         fixed = (
-            f"embeddings, norms and one KV group of {layers}, without which generation with a cache is silently wrong,"
+            "embeddings, norms and all attention"
+            if geometry.whole_attention
+            else f"embeddings, norms and one KV group of {layers}, without which generation with a cache is silently wrong,"
         )
         return RemovalBounds(0, _removable(geometry, floors), fixed, *min(channels, default=(1, "a parameter")))
     _check_layers(geometry, n, shape)
@@ -117,7 +119,8 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
     parts += [(cost, group) for cost, k in zip(blocks.group_cost, blocks.kv_heads, strict=True) if k > 1]
     if remainder:
         parts = [(remainder, f"the MLP channels beyond multiples of {n}")]
-    fixed = f"embeddings, norms, {n} MLP channels and {_groups(together)} of every layer"
+    attention = "the attention" if geometry.whole_attention else _groups(together)
+    fixed = f"embeddings, norms, {n} MLP channels and {attention} of every layer"
     return RemovalBounds(remainder, remainder + removable, fixed, *min(parts, default=(1, "a parameter")))
 
 
@@ -135,7 +138,7 @@ def group_costs(geometry: Geometry, shape: str) -> tuple[int, ...]:
 def _together(geometry: Geometry, gpus: int) -> tuple[int, ...]:
     """Return how many KV groups of each layer stay or go together where it is split over so many GPUs: as many, each with its
     part; all of a layer with fewer, as each is copied to several GPUs."""
-    return tuple(min(k, gpus) for k in geometry.kv_heads)
+    return tuple(max(1, min(k, gpus)) for k in geometry.kv_heads)
 
 
 def _groups(count: int) -> str:
@@ -154,7 +157,7 @@ def _removable(geometry: Geometry, floors: Floors) -> int:
 def _check_layers(geometry: Geometry, n: int | None, shape: str) -> None:
     """Raise Infeasible where a layer has fewer groups or channels than it must keep."""
     for layer, (k, m) in enumerate(zip(geometry.kv_heads, geometry.mlp_width, strict=True)):
-        if min(k, m) == 0:
+        if m == 0 or (k == 0 and not geometry.whole_attention):
             part = "MLP channels" if k else "KV groups"
             raise Infeasible(
                 f"layer {layer} has no {part}, and shape {shape} keeps some in every layer; use --shape free"
@@ -292,7 +295,8 @@ def _uniform_bounds(geometry: Geometry, floors: Floors, n: int, gpus: int) -> Re
     if least:
         parts = [(least, "the KV groups and MLP channels that only some layers have")]
     channels = f"{narrowest} MLP channels" if narrowest > 1 else "one MLP channel"
-    fixed = f"embeddings, norms, {channels} and {heads[0]} KV group{'s' * (heads[0] > 1)} of every layer"
+    attention = "the attention" if geometry.whole_attention else _groups(heads[0])
+    fixed = f"embeddings, norms, {channels} and {attention} of every layer"
     return RemovalBounds(
         least, _uniform_removed(geometry, heads[0], narrowest), fixed, *min(parts, default=(1, "a parameter"))
     )

@@ -104,7 +104,7 @@ def cut(
                 size[dimension] = len(kept[role])
             if role in kept or name in changes:
                 resize(linear, *size)
-        if not groups:
+        if not groups and "attention" in family.prunes:
             setattr(layer, family.attention, RemovedBlock("attention", parts["output"].bias))
         if not channels:
             setattr(layer, family.mlp, RemovedBlock("mlp", parts["down"].bias))
@@ -148,14 +148,11 @@ def kept_members(
 ) -> dict[str, torch.Tensor]:
     """Return what the projections of a layer keep, by role: rows, or columns of output and down. Projections that keep all are
     left out."""
-    parts = family.linears(layer)
+    parts, kv_heads = family.linears(layer), family.kv_heads(layer)
     kept = {}
-    if "key" in parts:  # a pruned checkpoint may have lost it
-        d = family.head_dim(layer)
-        kv_heads = parts["key"].out_features // d
-        if len(groups) < kv_heads:
-            kept["query"] = kept["output"] = _members(groups, parts["query"].out_features // kv_heads)
-            kept["key"] = kept["value"] = _members(groups, d)
+    if len(groups) < kv_heads:
+        kept["query"] = kept["output"] = _members(groups, parts["query"].out_features // kv_heads)
+        kept["key"] = kept["value"] = _members(groups, family.head_dim(layer))
     if "gate" in parts and len(channels) < parts["gate"].out_features:
         kept["gate"] = kept["up"] = kept["down"] = torch.tensor(channels, dtype=torch.long)
     return kept

@@ -79,10 +79,10 @@ class Arithmetic:
     def of(cls, geometry: Geometry, vocab_size: int) -> Arithmetic:
         group = geometry.queries_per_kv * geometry.head_dim
         widths = [count * group for count in geometry.kv_heads] + list(geometry.mlp_width)
-        queries = sum(geometry.kv_heads) * group
+        queries = sum(geometry.query_widths)
         return cls(
             layers=geometry.num_layers,
-            attention_weights=sum(k * c for k, c in zip(geometry.kv_heads, geometry.group_cost, strict=True)),
+            attention_weights=sum(geometry.attention_params),
             mlp_weights=sum(m * c for m, c in zip(geometry.mlp_width, geometry.channel_cost, strict=True)),
             query_width=queries,
             head_weights=vocab_size * geometry.hidden_size,

@@ -293,7 +293,8 @@ class Shapes:
     def _two_layers(self) -> int:
         """Weights of two layers that were brought, and of the tensor that is just being read."""
         h = self.geometry.hidden_size
-        return self.itemsize * 2 * (max(self.geometry.layer_params) + 4 * h) + self._stored * h * max(self._q, self._m)
+        largest = max(self.geometry.layer_params) + max(self.geometry.whole_attention, default=0)
+        return self.itemsize * 2 * (largest + 4 * h) + self._stored * h * max(self._q, self._m)
 
     @property
     def _stored(self) -> int:
@@ -436,7 +437,7 @@ class Shapes:
 
     @property
     def _q(self) -> int:
-        return max(self.geometry.kv_heads) * self.geometry.queries_per_kv * self.geometry.head_dim
+        return max(self.geometry.query_widths)
 
     @property
     def _m(self) -> int:

@@ -211,7 +211,7 @@ def _problems(architecture: Architecture, model: PreTrainedModel, family: Family
     """Return why the architecture cannot represent the model: clauses that follow its name."""
     sizes = widths(model, family)
     layers = decoder_layers(model, family)
-    if not architecture.per_layer and (len(set(sizes)) > 1 or sizes[0].skip):
+    if not architecture.per_layer and (len(set(sizes)) > 1 or sizes[0].skip(family.prunes)):
         yield _ONE_WIDTH
     queries = sizes[0].heads * family.head_dim(layers[0])
     if architecture.square and queries != model.config.hidden_size:

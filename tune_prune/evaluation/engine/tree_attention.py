@@ -66,9 +66,11 @@ def blocked_attention(model: PreTrainedModel, device: torch.device) -> Iterator[
     family = known_family(model)
     configs: list[Any] = []
     if family is not None and device.type == "cpu":
-        blocks = (getattr(layer, family.attention) for layer in decoder_layers(model, family))
+        blocks = (getattr(layer, family.attention, None) for layer in decoder_layers(model, family))
         # Layers of one model may have configs of their own; a block that was removed has none.
-        distinct = {id(block.config): block.config for block in blocks if hasattr(block, "config")}
+        distinct = {
+            id(block.config): block.config for block in blocks if block is not None and hasattr(block, "config")
+        }
         configs = [config for config in distinct.values() if config._attn_implementation == "sdpa"]
     for config in configs:
         config._attn_implementation = NAME

@@ -25,8 +25,11 @@ def scores(dense: Dense) -> GroupScores:
     layers = []
     for index, layer in enumerate(dense.layers()):
         part = dense.family.linears(layer)
-        by_input = np.square(inputs.attention_variance[index] * _squared_columns(part["output"]))
-        attention = _standardised(by_input).reshape(dense.geometry.kv_heads[index], -1).mean(1)
+        by_input = inputs.attention_variance[index]
+        attention = np.empty(0)  # where it stays whole
+        if kv_heads := dense.geometry.kv_heads[index]:
+            by_input = np.square(by_input * _squared_columns(part["output"]))
+            attention = _standardised(by_input).reshape(kv_heads, -1).mean(1)
         # The z of a layer's only group is the mean of all: 0 but for rounding, which must not choose among layers.
         if len(attention) == 1 and by_input.any():
             attention = np.zeros(1)

@@ -21,8 +21,10 @@ def scores(dense: Dense) -> GroupScores:
     attention, mlp = [], []
     for index, layer in enumerate(dense.layers()):
         part = dense.family.linears(layer)
-        by_head = norms.attention[index] * _column_sums(part["output"])
-        attention.append(by_head.reshape(dense.geometry.kv_heads[index], -1).sum(1))
+        by_head = norms.attention[index]
+        if kv_heads := dense.geometry.kv_heads[index]:
+            by_head = (by_head * _column_sums(part["output"])).reshape(kv_heads, -1).sum(1)
+        attention.append(by_head)
         mlp.append(norms.mlp[index] * _column_sums(part["down"]))
     return GroupScores(tuple(attention), tuple(mlp)).per_parameter(dense.geometry)
 

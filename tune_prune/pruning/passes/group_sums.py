@@ -33,9 +33,10 @@ def layer_group_sums(
             total += number(linear.bias)
         return total
 
-    part = family.linears(layer)
-    kv_heads = part["key"].out_features // family.head_dim(layer)
-    by_row = sum(sums(role, 0).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
-    by_column = sums("output", 1).view(kv_heads, -1).sum(1)
+    part, kv_heads = family.linears(layer), family.kv_heads(layer)
     mlp = sums("gate", 0) + sums("up", 0) + sums("down", 1)
-    return (by_row + by_column).double().cpu().numpy(), mlp.double().cpu().numpy()
+    attention = mlp.new_empty(0)  # where it stays whole
+    if kv_heads:
+        by_row = sum(sums(role, 0).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
+        attention = by_row + sums("output", 1).view(kv_heads, -1).sum(1)
+    return attention.double().cpu().numpy(), mlp.double().cpu().numpy()

@@ -32,15 +32,16 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
         self.sums: list[torch.Tensor] = []
         self.handles: list[RemovableHandle] = []
         for part, layer in zip(self.parts, layers, strict=True):
-            widths = part["key"].out_features // family.head_dim(layer), part["down"].in_features
+            widths = family.kv_heads(layer), part["down"].in_features
             device = part["down"].weight.device
             self.sums += [torch.zeros(width, dtype=torch.float64, device=device) for width in widths]
 
     def __enter__(self) -> _Squares:
-        watched = [part[role] for part in self.parts for role in ("output", "down")]
+        watched = [part.get(role) for part in self.parts for role in ("output", "down")]
         self.handles = [
             linear.register_forward_pre_hook(self._watch(total))
             for linear, total in zip(watched, self.sums, strict=True)
+            if linear is not None  # an attention that stays whole
         ]
         return self
 

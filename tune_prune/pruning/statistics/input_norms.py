@@ -52,8 +52,13 @@ class _InputNorms(ForwardSums):
             return squares.clip(0) / max(1, tokens - 1)
 
         blocks = ("attention", "mlp")
-        norms = [tuple(np.sqrt(arrays[f"{block}_{i}"]) for i in layers) for block in blocks]
-        return InputNorms(*norms, *(tuple(variance(block, i) for i in layers) for block in blocks))
+        there = {block: f"{block}_0" in arrays for block in blocks}  # no attention where it stays whole
+
+        def of_layers(block: str, value: Callable[[str, int], np.ndarray]) -> tuple[np.ndarray, ...]:
+            return tuple(value(block, i) if there[block] else np.empty(0) for i in layers)
+
+        norms = [of_layers(block, lambda name, i: np.sqrt(arrays[f"{name}_{i}"])) for block in blocks]
+        return InputNorms(*norms, *(of_layers(block, variance) for block in blocks))
 
 
 @contextmanager
@@ -72,7 +77,9 @@ def _sums(family: Family, layer: nn.Module, index: int) -> Iterator[dict[str, to
 
     part = family.linears(layer)
     blocks = (("attention", "output"), ("mlp", "down"))
-    handles = [part[role].register_forward_pre_hook(record(f"{block}_{index}")) for block, role in blocks]
+    handles = [
+        part[role].register_forward_pre_hook(record(f"{block}_{index}")) for block, role in blocks if role in part
+    ]
     try:
         yield sums
     finally:

@@ -46,10 +46,14 @@ class _Factors(Sums[tuple[np.ndarray, np.ndarray]]):
         self.sums: list[tuple[Tensor, Tensor]] = []
         self.handles: list[RemovableHandle] = []
         self.length = 0  # tokens of a sample
+        self.attends: list[bool] = []  # whether KV groups of a layer may go
         for layer in layers:
             part = family.linears(layer)
-            kv_heads = part["key"].out_features // family.head_dim(layer)
-            for linear, groups in ((part["output"], kv_heads), (part["down"], part["down"].in_features)):
+            self.attends.append("output" in part)
+            watched = [(part["down"], part["down"].in_features)]
+            if self.attends[-1]:
+                watched.insert(0, (part["output"], family.kv_heads(layer)))
+            for linear, groups in watched:
                 n, p = linear.in_features, linear.weight
                 zeros = partial(torch.zeros, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
                 self.watched.append(linear)
@@ -97,8 +101,8 @@ class _Factors(Sums[tuple[np.ndarray, np.ndarray]]):
 
     def results(self, num_samples: int) -> list[tuple[np.ndarray, np.ndarray]]:
         tokens = num_samples * self.length
-        found = [_losses(*sums) / tokens**2 for sums in self.sums]  # lambda, too, is that of sums there
-        return list(zip(found[::2], found[1::2], strict=True))
+        found = iter([_losses(*sums) / tokens**2 for sums in self.sums])  # lambda, too, is that of sums there
+        return [(next(found) if attends else np.empty(0), next(found)) for attends in self.attends]
 
 
 @torch.no_grad()
