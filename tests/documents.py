@@ -163,7 +163,7 @@ class Reader:
             stack.enter_context(contextlib.chdir(self.folder))
             stack.enter_context(contextlib.redirect_stdout(told))
             stack.enter_context(contextlib.redirect_stderr(errors))
-            stack.enter_context(mock.patch("tune_prune.models.gguf.files.package_file", return_value=None))
+            stack.enter_context(mock.patch("tune_prune.models.gguf.packages._file", return_value=None))
             if name == "analysis" and self.analysed:  # figures take seconds: once
                 for drawing in ("figures.draw_all", "layout.draw_best"):
                     stack.enter_context(mock.patch(f"tune_prune.analysis.{drawing}", return_value=[]))

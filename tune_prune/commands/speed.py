@@ -170,10 +170,11 @@ def _in_llama(args: argparse.Namespace) -> Measured:
 def _gguf_base(asked: str | None, about: Manifest | None) -> ModelSource:
     """Return the GGUF file of the original, which --base names or which was pruned. Raises UserError where there is none."""
     from tune_prune.models import catalog
-    from tune_prune.models.gguf.files import PACKAGE, SUFFIX
+    from tune_prune.models.gguf import packages
+    from tune_prune.models.gguf.files import SUFFIX
 
     name = asked or (about.base_name if about is not None else "")
-    if asked is not None or name.endswith(SUFFIX) or name == PACKAGE:
+    if asked is not None or name.endswith(SUFFIX) or packages.of(name) is not None:
         source = catalog.resolve(name)
         if source.file is not None:
             return source

@@ -16,6 +16,7 @@ from tune_prune import embedded
 from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.models.gguf import files as gguf_files
+from tune_prune.models.gguf import packages
 
 ADAPTER = "adapter_config.json"  # by which peft and transformers know an adapter
 MERGE = "merge the adapter into the model that it names (peft: merge_and_unload, then save_pretrained)"
@@ -30,8 +31,7 @@ HUB_ALIASES = {
     "qwen2.5-instruct": "Qwen/Qwen2.5-7B-Instruct",
     "mistral": "mistralai/Mistral-7B-v0.3",
     "mistral-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
-    gguf_files.ALIAS: "HuggingFaceTB/SmolLM2-135M-Instruct",  # or the file of an installed package
-}
+} | {package.alias: package.hub for package in packages.PACKAGES}  # or the file of an installed package
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,28 @@ class ModelSource:
         others."""
         if self.file is not None:
             again = gguf_files.head(Path(self.location))
-            package = f", of package {self.name}" if self.name == gguf_files.PACKAGE else ""
+            package = f", of package {self.name}" if packages.of(self.name) else ""
             return f"{self.gguf}{package}" + (f"; {again}" if again else "")
-        return f"{self.location} of the hub" if self.name == gguf_files.ALIAS else ""
+        return f"{self.location} of the hub" if packages.of(self.name) else ""
 
 
 def aliases() -> tuple[str, ...]:
     """Return every name that `--model` knows by itself: hub aliases, a package with a model, and embedded models."""
-    return (*HUB_ALIASES, gguf_files.PACKAGE, *embedded.MODEL_NAMES)
+    return (*HUB_ALIASES, *(package.name for package in packages.PACKAGES), *embedded.MODEL_NAMES)
 
 
 def resolve(name: str, revision: str | None = None) -> ModelSource:
     """Return the source that `name` means. Raises UserError for an unknown alias or a folder that is no model."""
     if name in embedded.MODEL_NAMES:
         return ModelSource(name, str(embedded.model_dir(name)), "embedded", name=name)
-    if name == gguf_files.PACKAGE:
-        return _packaged()
-    if name == gguf_files.ALIAS and revision is None and gguf_files.package_file() is not None:
-        from tune_prune.models import hub  # imports the hub client
+    if (package := packages.of(name)) is not None:
+        if name == package.name:
+            return _packaged(package)
+        if revision is None and package.installed:
+            from tune_prune.models import hub  # imports the hub client
 
-        if hub.obstacle(HUB_ALIASES[name]):
-            return _packaged()
+            if hub.obstacle(package.hub):
+                return _packaged(package)
     if name in HUB_ALIASES:
         return ModelSource(name, HUB_ALIASES[name], "hub", revision, name)
     path = Path(name).expanduser()
@@ -107,14 +108,8 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
     )
 
 
-def _packaged() -> ModelSource:
-    file = gguf_files.package_file()
-    if file is None:
-        raise UserError(
-            f"model {gguf_files.PACKAGE} is the file of a package that is not installed; `{gguf_files.INSTALL}`, or give "
-            f"--model {gguf_files.ALIAS} where the hub can be reached"
-        )
-    return _gguf(gguf_files.ALIAS, gguf_files.PACKAGE, file)
+def _packaged(package: packages.Package) -> ModelSource:
+    return _gguf(package.alias, package.name, package.file())
 
 
 def _gguf(label: str, name: str, file: Path) -> ModelSource:

