@@ -4,17 +4,23 @@ tests/serving/test_engines.py runs the real ones."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 import tune_prune
+from tests.conftest import build_tiny
 from tests.pruned_checkpoints import change_json
 from tests.search_folders import TINY_FOLDER
 from tune_prune.commands import speed
@@ -138,6 +144,48 @@ def test_code_that_is_not_ours_is_not_run(saved, calls, printed, tmp_path):
         assert {name: text for name, text in seen["files"].items() if name.endswith(".py")} == {
             path.name: path.read_text() for path in (ROOT / "tune_prune/models/pruned").glob("*_tune_prune.py")
         }
+
+
+def test_vllm_measures_as_it_serves_and_numbers_of_other_kinds_are_named(calls, printed, tmp_path):
+    """A Qwen2 of one width whose heads no longer fill the hidden size, for two GPUs, in 8 bits."""
+    original, folder, record = tmp_path / "tiny-llama", tmp_path / "saved", tmp_path / "record.json"
+    build_tiny("qwen2", torch.float32, vocab_size=512, head_dim=4).save_pretrained(original)
+    for path in TINY_FOLDER.glob("tokenizer*"):
+        shutil.copy(path, original)
+    pruned = tune_prune.open(original, device="cpu").prune("magnitude", ratio=0.3, shape="uniform", tensor_parallel=2)
+    pruned.save(folder, quantize="int8")
+    out = printed(speed.main, "--model", folder, "--engine", "vllm", *LENGTHS, "--repeats", "1", "--output", record)
+    for call in calls():
+        assert ("--model-impl" in call) == (str(folder) in call)
+        assert call[call.index("--tensor-parallel-size") + 1] == "2"
+        assert str(original) in call or call[call.index("--model-impl") + 1] == "transformers"
+    models = json.loads(record.read_text())["models"]
+    assert [values["dtype"] for values in models.values()] == ["float32", "int8"]
+    assert "original float32, pruned int8: not the pruning alone makes the difference" in " ".join(out.split())
+    short = ("--prompt-tokens", "4", "--new-tokens", "1", "--repeats", "1", "--device", "cpu")
+    out = printed(speed.main, "--model", folder, *short)
+    assert "weights dequantised from int8" in " ".join(out.split()) and "the pruning alone" not in out
+
+
+def test_a_benchmark_ends_with_the_command_that_was_killed(saved, calls, tmp_path):
+    started = tmp_path / "started"
+    # In a session of its own, as an engine's processes may be.
+    (tmp_path / "bin" / "vllm").write_text(f"#!/bin/sh\n/usr/bin/setsid /bin/sleep 300 &\necho $! > {started}\nwait\n")
+    line = [sys.executable, "-m", "tune_prune.speed", "--model", saved["hf"], "--engine", "vllm"]
+    command = subprocess.Popen(line, env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
+    wait_for(lambda: started.exists() and started.read_text().endswith("\n"), 100)
+    process = psutil.Process(int(started.read_text()))
+    command.kill()
+    command.wait()
+    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 15)
+    wait_for(lambda: not list(tmp_path.glob("tmp*")), 15)
+
+
+def wait_for(happened: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_what_an_engine_cannot_measure_is_one_sentence(saved, calls, sentence, monkeypatch, tmp_path):

@@ -137,18 +137,24 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
         layers = f"layer{'s' * (len(bare) > 1)} {', '.join(bare)}"
         why = f"not with vLLM, as {layers} lost all attention: save it with --format vllm"
         return [*commands, ("serve", why)]
-    heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size", 0)
-    head_dim = config.get("head_dim") or hidden // heads
-    if head_dim >= _VLLM_HEAD:
-        gpus = Shape.read(about.config.shape).gpus
-        options = ["--trust-remote-code"] * own_classes
-        if config.get("model_type") == "qwen2" and (heads * head_dim != hidden or config.get("use_sliding_window")):
-            # vLLM's own class of the family ignores head_dim and refuses windows in a part of the layers; the class of
-            # transformers, which it can run, too, has both.
-            options += ["--model-impl", "transformers"]
-        options += ["--tensor-parallel-size", str(gpus)] if gpus > 1 else []
+    if (
+        config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+    ) >= _VLLM_HEAD:
+        options = [*["--trust-remote-code"] * own_classes, *vllm_options(config, about.config.shape)]
         commands.append(("serve", shlex.join(["vllm", "serve", where, *options])))
     return commands
+
+
+def vllm_options(config: Mapping[str, Any], shape: str) -> list[str]:
+    """Return the options with which vLLM runs a model with the values of that config.json as one pruned in that `shape`."""
+    heads, hidden, options = config.get("num_attention_heads") or 1, config.get("hidden_size", 0), list[str]()
+    as_wide = heads * (config.get("head_dim") or hidden // heads) == hidden
+    if config.get("model_type") == "qwen2" and (not as_wide or config.get("use_sliding_window")):
+        # vLLM's own class of the family ignores head_dim and refuses windows in a part of the layers; the class of
+        # transformers, which it can run, too, has both.
+        options += ["--model-impl", "transformers"]
+    gpus = Shape.read(shape).gpus
+    return [*options, "--tensor-parallel-size", str(gpus)] if gpus > 1 else options
 
 
 def command_line(folder: Path, manifest: Manifest) -> str:

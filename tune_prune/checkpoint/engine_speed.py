@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tune_prune.checkpoint.card import saved_config, vllm_options
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
@@ -54,12 +55,21 @@ def program(engine: str) -> str:
 
 
 def measure(
-    engine: str, models: Mapping[str, ModelSource], prompt_tokens: int, new_tokens: int, repeats: int, dtype: str = ""
+    engine: str,
+    models: Mapping[str, ModelSource],
+    prompt_tokens: int,
+    new_tokens: int,
+    repeats: int,
+    folder: Path,
+    dtype: str = "",
+    shape: str = "free",
 ) -> tuple[dict[str, GenerationSpeed], str]:
     """Return the speed of each of `models` in that engine, by name, and the engine with its version, e.g. "vllm 0.32.0".
 
     models    by name: folders and hub models for vllm, GGUF files for llama.cpp
+    folder    for temporary files; the programs' environment names it, so that tuning.orphans ends them
     dtype     in which vllm computes; llama.cpp computes in what a file holds
+    shape     in which a model was pruned: vllm splits all of them as that one is made for
 
     Raises UserError where the program is not on PATH or fails.
     """
@@ -69,9 +79,9 @@ def measure(
         for _ in range(repeats):
             for name, model in models.items():
                 if engine == "vllm":
-                    turn = _vllm_turn(path, model, prompt_tokens, new_tokens, dtype)
+                    turn = _vllm_turn(path, model, prompt_tokens, new_tokens, folder, dtype, shape)
                 else:
-                    turn = _llama_turn(path, model, prompt_tokens, new_tokens)
+                    turn = _llama_turn(path, model, prompt_tokens, new_tokens, folder)
                 turns[name].append(turn)
                 advance(1)
     speeds = {
@@ -93,12 +103,14 @@ def measure(
     return speeds, next(iter(turns.values()))[0].engine
 
 
-def _run(command: list[str], **environment: str) -> tuple[str, str]:
-    """Run a program to its end, with more in its environment; return what it printed. Raises UserError with its own error where it
-    fails."""
+def _run(command: list[str], folder: Path) -> tuple[str, str]:
+    """Run a program to its end, with `folder` in its environment; return what it printed. Raises UserError with its own error where
+    it fails."""
     done = subprocess.run(
         command,
-        env=os.environ | environment,
+        # The first is where transformers keeps class files, too. The second leaves it to be read when vLLM's processes give
+        # themselves other names.
+        env=os.environ | {"HF_MODULES_CACHE": str(folder), "SPT_NOENV": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -128,39 +140,42 @@ def _understood(program: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_foreign_code(model: ModelSource) -> Iterator[list[str]]:
-    """Give the arguments by which vLLM loads a model. Of a pruned checkpoint whose layers differ, a folder of links that has this
-    package's class files in place of those that lie in it: code of others is never run."""
-    config = Path(model.location) / "config.json"
-    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+def _without_foreign_code(model: ModelSource, folder: Path) -> Iterator[list[str]]:
+    """Give the arguments by which vLLM loads a model. Of a pruned checkpoint whose layers differ, a new folder in `folder`, of
+    links, that has this package's class files in place of those that lie beside the weights: code of others is never run."""
+    place = Path(model.location)
+    values = saved_config(place)
     family = str(values.get("model_type", "")).removeprefix(PRUNED_PREFIX)
     if family not in CONFIGS or family == values["model_type"]:
         yield ["--model", model.location, *([] if model.revision is None else ["--revision", model.revision])]
         return
-    with tempfile.TemporaryDirectory() as folder:
-        for path in config.parent.iterdir():
-            if path != config and path.suffix != ".py":
-                (Path(folder) / path.name).symlink_to(path)
+    with tempfile.TemporaryDirectory(dir=folder) as links:
+        for path in place.iterdir():
+            if path.name != "config.json" and path.suffix != ".py":
+                (Path(links) / path.name).symlink_to(path)
         for path in Path(modeling_tune_prune.__file__).parent.glob("*_tune_prune.py"):
-            shutil.copy(path, folder)
-        (Path(folder) / config.name).write_text(json.dumps(values | {"auto_map": auto_map(family)}), encoding="utf-8")
-        yield ["--model", folder, "--trust-remote-code"]
+            shutil.copy(path, links)
+        (Path(links) / "config.json").write_text(json.dumps(values | {"auto_map": auto_map(family)}), "utf-8")
+        yield ["--model", links, "--trust-remote-code"]
 
 
-def _vllm_turn(program: str, model: ModelSource, prompt_tokens: int, new_tokens: int, dtype: str) -> _Turn:
+def _vllm_turn(
+    program: str, model: ModelSource, prompt_tokens: int, new_tokens: int, folder: Path, dtype: str, shape: str
+) -> _Turn:
     """Time the first token of an answer, and all tokens: the benchmark gives the seconds of whole requests, and what the further
     tokens take on top is the decoding."""
     seconds, printed = [], ""
-    with _without_foreign_code(model) as which, tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "latency.json"
+    options = vllm_options(saved_config(Path(model.location)), shape)
+    with _without_foreign_code(model, folder) as which, tempfile.TemporaryDirectory(dir=folder) as own:
+        file = Path(own) / "latency.json"
         for tokens in (1, 1 + new_tokens):
             command = [
-                program, "bench", "latency", *which, "--dtype", dtype, "--batch-size", "1",
+                program, "bench", "latency", *which, *options, "--dtype", dtype, "--batch-size", "1",
                 "--input-len", str(prompt_tokens), "--output-len", str(tokens),
                 "--max-model-len", str(prompt_tokens + 1 + new_tokens), "--skip-tokenizer-init", "--disable-detokenize",
                 "--num-iters-warmup", "1", "--num-iters", "3", "--output-json", str(file),
             ]  # fmt: skip
-            printed = "".join(_run(command, HF_MODULES_CACHE=folder))  # of transformers, for the class files
+            printed = "".join(_run(command, folder))
             with _understood(program):
                 seconds.append(statistics.median(json.loads(file.read_text(encoding="utf-8"))["latencies"]))
     # The results do not say it, but the log of a start.
@@ -177,14 +192,14 @@ def _vllm_turn(program: str, model: ModelSource, prompt_tokens: int, new_tokens:
     )
 
 
-def _llama_turn(program: str, model: ModelSource, prompt_tokens: int, new_tokens: int) -> _Turn:
+def _llama_turn(program: str, model: ModelSource, prompt_tokens: int, new_tokens: int, folder: Path) -> _Turn:
     """Time the prompt, and new tokens behind such a prompt."""
     tests = []
     for test in (
         ["-p", str(prompt_tokens), "-n", "0"],
         ["-p", "0", "-n", str(new_tokens), "-d", str(prompt_tokens)],
     ):
-        printed, _ = _run([program, "-m", str(model.file), *test, "-r", "3", "-o", "json"])
+        printed, _ = _run([program, "-m", str(model.file), *test, "-r", "3", "-o", "json"], folder)
         with _understood(program):
             tests += json.loads(printed)
     with _understood(program):

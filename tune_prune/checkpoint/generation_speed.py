@@ -283,6 +283,15 @@ def in_words(ratio: Relative) -> str:
     return f"{ratio.value - 1:.0%} faster" if ratio.value > 1 else f"{1 - ratio.value:.0%} slower"
 
 
+def kinds_note(rows: Mapping[str, GenerationSpeed]) -> str | None:
+    """Return a sentence on models whose numbers are of different kinds, such as bfloat16 and int8; None for models of one kind."""
+    kinds = {name: one.dtype for name, one in rows.items()}
+    if len(set(kinds.values())) < 2:
+        return None
+    said = ", ".join(f"{row_label(name)} {kind}" for name, kind in kinds.items())
+    return f"{said}: not the pruning alone makes the difference in speed"
+
+
 def spread(ratio: Relative) -> str:
     """Return the range from the lowest to the highest ratio of a round."""
     return f"({ratio.lowest:.2f} to {ratio.highest:.2f})"

@@ -336,7 +336,7 @@ def comparison(
     engine."""
     from tune_prune.analysis.render.messages import pm
     from tune_prune.checkpoint.card import format_perplexity, metric, share, short_bytes, short_count
-    from tune_prune.checkpoint.generation_speed import conditions, rate
+    from tune_prune.checkpoint.generation_speed import conditions, kinds_note, rate
     from tune_prune.checkpoint.layers import aligned
 
     before: Mapping[str, Any] = about.baseline or {}
@@ -381,6 +381,7 @@ def comparison(
         notes.append("larger than the original's file, which is in fewer bits: --quantize makes it smaller")
     if speeds is not None:
         notes.append(f"speed: {conditions(first)}, {speeds[1]}")
+        notes += filter(None, [kinds_note(speeds[0])])
     return "\n".join([*aligned(rows), *(f"note         {note}" for note in notes)])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,10 +85,8 @@ def _of_checkpoint(args: argparse.Namespace) -> None:
     if rows:
         say(f"{layers.size_table(rows)}\n")
     say(f"{generation_speed.speed_table(speeds)}, {engine}")
-    kinds = {name: one.dtype for name, one in speeds.items()}
-    if len(set(kinds.values())) > 1:
-        said = ", ".join(f"{layers.row_label(name)} {kind}" for name, kind in kinds.items())
-        say(f"note         {said}: not the pruning alone makes the difference")
+    if note := generation_speed.kinds_note(speeds):
+        say(f"note         {note}")
     if output is not None:
         first = speeds[next(reversed(speeds))]
         sizes = {name: asdict(row) for name, row in rows.items()}
@@ -121,6 +119,11 @@ def _in_transformers(args: argparse.Namespace) -> Measured:
     if opened.manifest is not None or args.base is not None:
         dense = load_model(opened.base, loaded.model.dtype, opened.device)
         models = {"dense": dense.model, "pruned": loaded.model}
+    if opened.manifest is not None and opened.manifest.quantization is not None:
+        kind = opened.manifest.quantization
+        say(
+            f"note         measured with its weights dequantised from {kind}: as fast and as large as before quantisation"
+        )
     speeds = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
     rows = {name: layers.sizes(model, loaded.family) for name, model in models.items()}
     return speeds, rows, f"transformers {transformers.__version__}"
@@ -131,6 +134,7 @@ def _in_vllm(args: argparse.Namespace) -> Measured:
     from tune_prune.commands import api
     from tune_prune.models import catalog
     from tune_prune.models.loading import load_config
+    from tune_prune.tuning import orphans
 
     engine_speed.program("vllm")
     opened = api.open(args.model, revision=args.revision, dtype=args.dtype, base=args.base)
@@ -140,14 +144,19 @@ def _in_vllm(args: argparse.Namespace) -> Measured:
     configs = [load_config(source) for source in models.values()]
     # The first token comes of the prompt, so the last of one more is the last that takes a step.
     prompt_tokens, answer = generation_speed.lengths(configs, args.prompt_tokens, 1 + args.new_tokens)
-    asked = (prompt_tokens, answer - 1, args.repeats, opened.run.dtype)
-    speeds, engine = engine_speed.measure("vllm", models, *asked)
-    return speeds, _recorded_sizes(opened.manifest), engine
+    asked, about = (prompt_tokens, answer - 1, args.repeats), opened.manifest
+    shape = "free" if about is None else about.config.shape
+    with orphans.temporary_folder() as folder:
+        speeds, engine = engine_speed.measure("vllm", models, *asked, folder, opened.run.dtype, shape)
+    if about is not None and about.quantization is not None:
+        speeds["pruned"] = replace(speeds["pruned"], dtype=about.quantization)
+    return speeds, _recorded_sizes(about), engine
 
 
 def _in_llama(args: argparse.Namespace) -> Measured:
     from tune_prune.checkpoint import engine_speed, manifest
     from tune_prune.models import catalog
+    from tune_prune.tuning import orphans
 
     engine_speed.program("llama.cpp")
     folder = Path(args.model).expanduser()
@@ -163,7 +172,9 @@ def _in_llama(args: argparse.Namespace) -> Measured:
     models = {source.label: source}
     if about is not None or args.base is not None:
         models = {"dense": _gguf_base(args.base, about), "pruned": source}
-    speeds, engine = engine_speed.measure("llama.cpp", models, args.prompt_tokens, args.new_tokens, args.repeats)
+    asked = (args.prompt_tokens, args.new_tokens, args.repeats)
+    with orphans.temporary_folder() as folder:
+        speeds, engine = engine_speed.measure("llama.cpp", models, *asked, folder)
     return speeds, _recorded_sizes(about), engine
 
 

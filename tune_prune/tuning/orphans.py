@@ -1,4 +1,5 @@
-"""Ends a local Ray with the search that has started it, whatever has ended that: `python orphans.py FOLDER`.
+"""Ends a local Ray, and an engine's benchmark, with the process that has started it, whatever has ended that: `python orphans.py
+FOLDER`.
 
 Most of Ray's processes end by themselves when their search is killed, but some of Ray 2.60 wait minutes for the others, and one
 that is stopped waits for ever.
@@ -11,18 +12,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+VARIABLES = ("RAY_TMPDIR", "HF_MODULES_CACHE")  # that name the folder by which processes are found
 PATIENCE_S = 10.0
 LOOK_EVERY_S = 0.05
 
 
 def watch(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that, at `end` or where this process ends, kills all that were started with RAY_TMPDIR=`folder`, and
-    removes `folder`."""
+    """Start the process that, at `end` or where this process ends, kills all that were started with `folder` as one of
+    their VARIABLES, and removes `folder`."""
     return subprocess.Popen(
         [sys.executable, "-P", __file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -35,12 +39,23 @@ def end(watching: subprocess.Popen[bytes]) -> None:
     watching.wait()
 
 
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a temporary folder. With this context or with this process it goes, and so do all that `watch` finds by it."""
+    made = Path(tempfile.mkdtemp())
+    watching = watch(made)
+    try:
+        yield made
+    finally:
+        end(watching)
+
+
 def processes(folder: Path) -> list[psutil.Process]:
-    """Return the processes that were started with RAY_TMPDIR=`folder`."""
+    """Return the processes that were started with `folder` as one of their VARIABLES."""
     users = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # It has ended, or is another user's.
-            if process.environ().get("RAY_TMPDIR") == str(folder):
+            if str(folder) in map(process.environ().get, VARIABLES):
                 users.append(process)
     return users
 
