@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.checkpoints import (
 from tests.conftest import build_tiny
 from tests.pruning.test_surgery import plan_of, tokens, zeroed
 from tune_prune.models.families import FAMILIES
-from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
+from tune_prune.models.pruned.modeling_tune_prune import DECODERS, LANGUAGE_MODELS, RemovedBlock
 from tune_prune.models.registration import MODEL_FILE
 
 HOW = [pytest.param("remote", marks=pytest.mark.slow), "registered"]
@@ -188,6 +189,15 @@ def test_the_config_says_what_each_layer_is(cases):
     assert dropped["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
     dropped = json.loads((cases["smollm3/both of a middle layer"].folder / "config.json").read_text("utf-8"))
     assert dropped["no_rope_layers"] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("model", [*DECODERS.values(), *LANGUAGE_MODELS.values()])
+def test_vllm_may_check_what_a_model_is_built_of(model):
+    """Where it compiles a class, it takes arguments without `self`, and annotations with it (vllm/compilation/decorators.py)."""
+    config = model.config_class()
+    annotations = [parameter.annotation for parameter in inspect.signature(model.__init__).parameters.values()]
+    for argument, annotation in zip((config,), annotations, strict=False):
+        assert annotation is inspect.Parameter.empty or isinstance(argument, annotation)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTraine
 def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrainedModel]:
     base = getattr(transformers, f"{stem}Model")
 
-    def __init__(self: Any, config: PrunedConfig) -> None:
+    def __init__(self, config: PrunedConfig) -> None:  # type: ignore[no-untyped-def]
         base.__init__(self, _one_layer(config))
         _put_layers(self, config)
 
@@ -110,7 +110,7 @@ def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrain
 def _language_model_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     base = getattr(transformers, f"{stem}ForCausalLM")
 
-    def __init__(self: Any, config: PrunedConfig) -> None:
+    def __init__(self, config: PrunedConfig) -> None:  # type: ignore[no-untyped-def]
         base.__init__(self, _one_layer(config))
         _put_decoder(self, config, decoder_class)
 
@@ -118,7 +118,8 @@ def _language_model_class(stem: str, decoder_class: type[PreTrainedModel]) -> ty
     return type(f"Pruned{stem}ForCausalLM", (base,), fields)
 
 
-# PrunedLlamaModel, PrunedLlamaForCausalLM and so on, by the model_type of the dense family.
+# PrunedLlamaModel, PrunedLlamaForCausalLM and so on, by the model_type of the dense family. No constructor's `self` has a type, as
+# vLLM holds the config against the annotation of the first parameter.
 DECODERS = {model_type: _decoder_class(STEMS[model_type], config) for model_type, config in CONFIGS.items()}
 LANGUAGE_MODELS = {
     model_type: _language_model_class(STEMS[model_type], model) for model_type, model in DECODERS.items()
