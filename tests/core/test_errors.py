@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tune_prune.core.ending import exit_code
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import UserError, cause_in
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.machine import TooLittleMemory
 
@@ -94,3 +94,31 @@ def test_an_error_comes_whole_from_another_process(error: UserError, sentence: s
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), sentence, vars(error))
     assert str(error) == sentence
+
+
+# What vllm bench latency of vLLM 0.32 prints on a model whose heads are too small, in parts.
+VLLM = """(MainProcess pid=1) INFO 11-29 23:31:47 [model.py:2495] Downcasting torch.float32 to torch.bfloat16.
+(MainProcess pid=1) WARNING 11-29 23:32:13 [base.py:380] ValueError: Tokenizer not available when `skip_tokenizer_init=True`
+(Worker pid=2) ERROR 11-29 23:32:13 [multiproc_executor.py:1063] WorkerProc hit an exception.
+(Worker pid=2) ERROR 11-29 23:32:13 [multiproc_executor.py:1063] RuntimeError: Unsupported CPU attention configuration: head_dim=8
+(EngineCore pid=3) ERROR 11-29 23:32:13 [core.py:1512] RuntimeError: Worker failed with error 'Unsupported CPU attention', please
+vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.
+warnings.warn('resource_tracker: There appear to be %d '
+"""
+LLAMA_CPP = """llama_model_quantize: failed to quantize: unknown model architecture: 'deci'
+main: failed to quantize model from 'in.gguf'
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "cause"),
+    [
+        (VLLM, "RuntimeError: Unsupported CPU attention configuration: head_dim=8"),
+        (LLAMA_CPP, "llama_model_quantize: failed to quantize: unknown model architecture: 'deci'"),
+        ("importlib.metadata.PackageNotFoundError: No package", "importlib.metadata.PackageNotFoundError: No package"),
+        ("loading\nKilled\n", "Killed"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_cause_is_what_came_first(printed: str, cause: str) -> None:
+    assert cause_in("", printed) == cause

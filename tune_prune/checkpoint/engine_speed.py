@@ -22,7 +22,7 @@ from pathlib import Path
 from tune_prune.checkpoint.card import saved_config, vllm_options
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.core import terminal
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import UserError, cause_in
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import PRUNED_PREFIX
 from tune_prune.models.pruned import modeling_tune_prune
@@ -117,10 +117,7 @@ def _run(command: list[str], folder: Path) -> tuple[str, str]:
         check=False,
     )
     if done.returncode:
-        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        cause = next(
-            (line for line in reversed(lines) if re.search(r"error", line, re.IGNORECASE)), *lines[-1:] or [""]
-        )
+        cause = cause_in(done.stdout, done.stderr)
         raise UserError(
             f"{' '.join(command)} ended with exit code {done.returncode} ({cause}); run it by hand to see why"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import re
 from collections.abc import Callable, Iterable
 
 _REFUSED = {  # by a file system or a limit, whatever the file is for: what to do about it
@@ -73,6 +74,18 @@ def refused(error: BaseException) -> tuple[str, int] | None:
                 )
         cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
     return None
+
+
+def cause_in(*printed: str) -> str:
+    """Return what a program that has failed has printed as the cause: its first exception, as what follows comes of that; else its
+    first line of an error, else its last line. Lines of lower levels do not count."""
+    lines = [" ".join(line.split()) for line in "\n".join(printed).splitlines() if line.strip()]
+    grave = [line for line in lines if not re.search(r"\b(INFO|WARNING)\b", line)]
+    for pattern in (r"\b[\w.]+(Error|Exception): .+", r".*(?i:error|fail).*"):
+        for line in grave:
+            if match := re.search(pattern, line):
+                return match[0][:200]
+    return "".join(lines[-1:])[:200] or "it said nothing"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import gguf
 
 from tune_prune.checkpoint.quantisation import llama_quantize
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import UserError, cause_in
 from tune_prune.models.gguf.files import FLOATS
 
 BLOCK, K_BLOCK = 32, 256  # numbers of a row that share a scale
@@ -27,10 +27,8 @@ def quantise(source: Path, target: Path, kind: str) -> None:
     command = [*llama_quantize(kind), str(source), str(target), kind.upper()]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0 or not target.is_file():
-        lines = [line for line in f"{done.stderr}\n{done.stdout}".splitlines() if line.strip()]
-        said = next((line for line in lines if "fail" in line or "error" in line.lower()), "".join(lines[-1:]))
         raise UserError(
-            f"llama.cpp's quantiser could not make a {kind} file ({command[0]}: {' '.join(said.split())[:200] or 'no output'}); "
+            f"llama.cpp's quantiser could not make a {kind} file ({command[0]}: {cause_in(done.stdout, done.stderr)}); "
             "install a newer llama.cpp, or save without --quantize"
         )
 
