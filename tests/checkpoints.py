@@ -19,14 +19,15 @@ from tests.conftest import VARIANTS, build_tiny
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, plan_of, tokens, zeroed
 from tune_prune.checkpoint import layers
 from tune_prune.checkpoint.manifest import Format
+from tune_prune.models import fused
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.surgery import cut
+from tune_prune.pruning.surgery import Sketch, cut
 
 ROOT = Path(__file__).resolve().parents[1]
 READER = Path(__file__).with_name("checkpoint_reader.py")
-FLOAT32_TOLERANCE = 1e-5
+FLOAT32_TOLERANCE = 2e-5  # norms behind blocks, as GLM-4 has them, enlarge what little a block puts out
 
 _EIGHTHS = tuple(tuple(range(start, start + width)) for start, width in ((0, 16), (3, 8), (8, 32), (0, 40)))
 # Kept groups and channels, layer by layer, as in test_surgery; its sets have the shape "free".
@@ -80,7 +81,8 @@ def as_saved(model: PreTrainedModel, plan: PruningPlan, fmt: Format = "hf") -> P
     """The pruned model as its files describe it."""
     family = FAMILIES[model.config.model_type]
     small, _ = layers.compact(cut(model, family, plan), family)
-    return layers.as_saved(small, model, family, read_geometry(model, family), fmt).in_memory()
+    saved = layers.as_saved(small, model, family, read_geometry(model, family), fmt)
+    return Sketch(*fused.put_together(saved.model, saved.weights, family)).in_memory()
 
 
 def write_cases(folder: Path) -> dict[str, Case]:

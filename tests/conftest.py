@@ -34,7 +34,9 @@ from tests.s3_server import Server, running
 from tune_prune import embedded
 from tune_prune.commands import search
 from tune_prune.data import calibration
+from tune_prune.models import fused
 from tune_prune.models.families import FAMILIES
+from tune_prune.pruning.surgery import Sketch
 from tune_prune.tuning import cost, memory, plan_cost, set_up_ray
 from tune_prune.tuning.cost import Speed, SpeedRequest
 
@@ -58,6 +60,8 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.3,
 }
+
+PARTIAL_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.7}
 
 # Every family as it is, and what its config can switch on: more biases, tied embeddings, sliding windows.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in FAMILIES} | {
@@ -83,11 +87,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
         "granite",
         {**GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
+    "phi3": ("phi3", {"pad_token_id": None}),
+    "phi3-window-partial": ("phi3", {"pad_token_id": None, "sliding_window": 5, "rope_parameters": PARTIAL_ROPE}),
+    "phi3-longrope-tied": (
+        "phi3",
+        {
+            "pad_token_id": None,
+            "tie_word_embeddings": True,
+            "hidden_size": 48,  # its config wants it to be the heads times their size
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                **PARTIAL_ROPE,
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 3.0],
+            },
+        },
+    ),
+    "glm4": ("glm4", {"pad_token_id": None, "rope_parameters": PARTIAL_ROPE}),
+    "glm4-unbiased-tied": (
+        "glm4",
+        {
+            "pad_token_id": None,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 1.0},
+        },
+    ),
 }
 
 
 def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random model of that variant in eval mode; `overrides` are config fields."""
+    """A random model of that variant in eval mode, its fused projections apart; `overrides` are config fields."""
     model_type, fields = VARIANTS[variant]
     overrides = {"attn_implementation": "sdpa"} | overrides
     config = AutoConfig.for_model(model_type, **(SIZES | fields | overrides))
@@ -98,7 +130,14 @@ def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
         p.data.copy_(
             1 + 0.3 * values if "norm" in name else 0.5 * values if p.ndim == 1 else values / p.shape[-1] ** 0.5
         )
+    fused.take_apart(model, FAMILIES[model_type])
     return model
+
+
+def whole(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its fused projections as the family's own class has them."""
+    sketch, family = Sketch.of(model), FAMILIES[model.config.model_type]
+    return Sketch(*fused.put_together(model, sketch.weights, family)).in_memory()
 
 
 # Of a minute and more, though they have few slow tests.

@@ -10,6 +10,8 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.conftest import VARIANTS
+from tune_prune.models import fused
+from tune_prune.models.families import FAMILIES
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # What passes over layers depends on little of a family: the two variants that have most in them, biases and windows.
@@ -31,6 +33,7 @@ def in_way(model: PreTrainedModel, way: str) -> tuple[PreTrainedModel, Residency
     with init_empty_weights(include_buffers=False):
         empty = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
     empty.tie_weights()
+    fused.take_apart(empty, FAMILIES[model.config.model_type])
     residency = Residency(dict(model.state_dict()), model.device)
     if way == "spilled":
         residency = replace(residency, states="file")

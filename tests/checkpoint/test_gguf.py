@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
     "granite": ("granite", {"rms_norm_eps": 0.05}),
     "granite-biases-tied": ("granite-biases-tied", {"rms_norm_eps": 0.05}),
+    "phi3": ("phi3", {}),
 }
 # Every case in two shapes, and the architectures that state every layer in all of them.
 WHOLE = ("llama-biases", "qwen3-tied", "granite-biases-tied")
@@ -101,6 +102,8 @@ ARCHITECTURE_OF = {
     ("smollm3", "uniform"): "smollm3",
     ("granite", "uniform"): "llama",
     ("granite-biases-tied", "no attention"): "deci",
+    ("phi3", "uniform"): "llama",
+    ("phi3", "widths"): "deci",
 }
 
 

@@ -25,6 +25,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "SmolLM3 with biases": ("smollm3", "uniform", ROTATED | {"attention_bias": True}, r"smollm3 has no place for biases of key"),
     "other layers without rotary embedding": ("smollm3", "dense", {}, r"no_rope_layers is \[1, 1, 0, 1\], and its graph leaves"),
     "a layer of SmolLM3 dropped": ("smollm3", "layer dropped", ROTATED, r"no_rope_layers is \[1, 1, 0\], .*every 4th layer and no"),
+    "a part of each head": ("phi3-window-partial", "dense", {"sliding_window": None}, r"partial_rotary_factor of .* is 0\.7,"),
+    "longrope": ("phi3-longrope-tied", "dense", {}, "rope_type is 'longrope', its graphs for this family support default"),
     "a scale of 0": ("granite", "dense", {"logits_scaling": 0.0}, r"logits_scaling is 0\.0; its graph has no scales, and"),
     "a scale below 0": ("granite", "widths", {"residual_multiplier": -0.5}, r"is -0\.5; .* one between 1e-06 and 1e\+06"),
     "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs support only 'silu'"),

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import tune_prune
-from tests.conftest import VARIANTS
+from tests.conftest import VARIANTS, whole
 from tests.limited_memory import LimitedMemory
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
 from tune_prune.checkpoint import card, layers
@@ -25,11 +25,12 @@ from tune_prune.checkpoint.save import check_folder, save_checkpoint
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.temporary import clear_killed, is_mount_point
+from tune_prune.models import fused
 from tune_prune.models.catalog import resolve
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel, load_model, map_model
 from tune_prune.models.runner.out_of_memory import OutOfMemory
-from tune_prune.pruning.surgery import cut
+from tune_prune.pruning.surgery import Sketch, cut
 from tune_prune.trial.recipe import Recipe
 
 ABOUT = Provenance(config=PruningConfig("random", 16, 8, 0.2))
@@ -53,7 +54,7 @@ def pictures_drawn_once() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tiny, variant, tmp_path) -> Path:
-    tiny(variant, torch.float32).save_pretrained(tmp_path / "model")
+    whole(tiny(variant, torch.float32)).save_pretrained(tmp_path / "model")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -79,7 +80,8 @@ def test_weight_files_are_those_that_transformers_writes(folder, plan, fmt, dtyp
     loaded, mapped = (make(resolve(str(folder)), dtype, "cpu") for make in (load_model, map_model))
     made = cut(loaded.model, loaded.family, plan_of(loaded.model, loaded.family, *PLANS[plan]))
     sketch, _ = layers.compact(made, loaded.family)
-    saved = layers.as_saved(sketch, loaded.model, loaded.family, loaded.geometry, fmt).in_memory()
+    saved = layers.as_saved(sketch, loaded.model, loaded.family, loaded.geometry, fmt)
+    saved = Sketch(*fused.put_together(saved.model, saved.weights, loaded.family)).in_memory()
     for dense, shard_bytes in ((loaded, 8000), (mapped, 10**9), (mapped, 8000)):
         saved.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
         theirs = {path.name: path.read_bytes() for path in (tmp_path / "theirs").glob("*.safetensors*")}

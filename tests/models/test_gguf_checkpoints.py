@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import tune_prune
-from tests.conftest import build_tiny
+from tests.conftest import build_tiny, whole
 from tests.models.conftest import SIZES, saved
 from tests.search_folders import data_folder
 from tune_prune.checkpoint import manifest
@@ -24,10 +24,10 @@ from tune_prune.models import catalog, loading
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.mark.parametrize("variant", ["llama", "granite"])  # both are llama's in such a file
+@pytest.mark.parametrize("variant", ["llama", "granite", "phi3"])  # all are llama's in such a file
 def test_a_file_is_held_against_the_manifest_beside_it(variant: str, words: Path, cache: Path, tmp_path: Path):
     dense = tmp_path / "dense"
-    build_tiny(variant, torch.float32, **SIZES).save_pretrained(dense)
+    whole(build_tiny(variant, torch.float32, **SIZES)).save_pretrained(dense)
     PreTrainedTokenizerFast.from_pretrained(words).save_pretrained(dense)
     data = data_folder(tmp_path / "data")
     pruned = tune_prune.open(dense, data_dir=data, calibration="embedded").prune("magnitude", shape="uniform")

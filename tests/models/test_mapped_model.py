@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from tests.conftest import whole
 from tests.residencies import FEW
 from tests.search_folders import in_hub_cache
 from tune_prune.core.errors import UserError
@@ -26,7 +27,7 @@ SAMPLES = torch.randint(64, (3, 11), generator=torch.Generator().manual_seed(1))
 
 def saved(model, folder: Path) -> Path:
     """The model in three files and more, so that a layer lies in two."""
-    model.save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) // 3)
+    whole(model).save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) // 3)
     assert len([*folder.glob("*.safetensors")]) >= 3
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
@@ -50,7 +51,9 @@ def losses(loaded: LoadedModel) -> torch.Tensor:
         return tail(SAMPLES, states[0])
 
 
-@pytest.mark.parametrize(("variant", "dtype"), [("llama-tied", torch.float32), ("smollm3", torch.float32), *FEW])
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("llama-tied", torch.float32), ("smollm3", torch.float32), ("phi3", torch.float32), *FEW]
+)
 def test_it_computes_what_the_loaded_model_computes(tiny, variant, dtype, tmp_path):
     """Stored in float32, opened in either type."""
     folder = saved(tiny(variant, torch.float32), tmp_path / "model")

@@ -39,25 +39,25 @@ def by_hand(model: nn.Module, samples: torch.Tensor) -> tuple[list[list[float]],
             total[name] = total.get(name, 0) + grad
     mean = {name: grad / len(samples) for name, grad in total.items()}
     salience = {name: (parameters[name] * mean[name]).abs().detach() for name in mean}
-    attention, mlp, statistics = [], [], []
+    attention, mlp, statistics, paths = [], [], [], FAMILIES[model.config.model_type].projections()
     for layer in range(4):
         here = f"model.layers.{layer}."
 
-        def rows(name: str, start: int, stop: int, here: str = here) -> float:
-            value = salience[here + name + ".weight"][start:stop].sum()
-            if here + name + ".bias" in salience:
-                value = value + salience[here + name + ".bias"][start:stop].sum()
+        def rows(role: str, start: int, stop: int, here: str = here) -> float:
+            value = salience[here + paths[role] + ".weight"][start:stop].sum()
+            if here + paths[role] + ".bias" in salience:
+                value = value + salience[here + paths[role] + ".bias"][start:stop].sum()
             return value.item()
 
         attention.append([])
         for k in range(4):
-            score = rows("self_attn.q_proj", 12 * k, 12 * k + 12)
-            score += rows("self_attn.k_proj", 6 * k, 6 * k + 6) + rows("self_attn.v_proj", 6 * k, 6 * k + 6)
+            score = rows("query", 12 * k, 12 * k + 12)
+            score += rows("key", 6 * k, 6 * k + 6) + rows("value", 6 * k, 6 * k + 6)
             score += salience[here + "self_attn.o_proj.weight"][:, 12 * k : 12 * k + 12].sum().item()
             attention[-1].append(score)
         mlp.append([])
         for j in range(40):
-            score = rows("mlp.gate_proj", j, j + 1) + rows("mlp.up_proj", j, j + 1)
+            score = rows("gate", j, j + 1) + rows("up", j, j + 1)
             mlp[-1].append(score + salience[here + "mlp.down_proj.weight"][:, j].sum().item())
         weights = [name for name in mean if name.startswith(here) and "_proj.weight" in name]
         g = torch.cat([mean[name].flatten() for name in weights])

@@ -71,7 +71,8 @@ def plain_divergence(dense: nn.Module, own: nn.Module, windows: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize(
-    ("variant", "rank"), [("llama-biases", RANK), ("qwen2-sliding", RANK), ("llama-biases", 3), ("granite", RANK)]
+    ("variant", "rank"),
+    [("llama-biases", RANK), ("qwen2-sliding", RANK), ("llama-biases", 3), ("granite", RANK), ("phi3", RANK)],
 )
 def test_training_is_that_of_a_plain_loop(tiny: Make, variant: str, rank: int) -> None:
     dense, windows = tiny(variant, torch.float64), samples(7)  # four to train on, for three steps of two

@@ -50,13 +50,18 @@ def refitted(model: nn.Module, plan: PruningPlan, samples: Tensor, damping: floa
 
 def blocks_of(model: nn.Module, samples: Tensor) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Observe by layer and role what goes into its last projection [tokens, n], and q [tokens] of the stream behind the block."""
-    inputs, streams, handles = {}, {}, []
-    layers = decoder_layers(model, FAMILIES[model.config.model_type])
+    inputs, streams, normed, handles = {}, {}, {}, []
+    family = FAMILIES[model.config.model_type]
+    layers = decoder_layers(model, family)
     for index, layer in enumerate(layers):
         for role, linear in (("output", layer.self_attn.o_proj), ("down", layer.mlp.down_proj)):
             handles.append(
                 linear.register_forward_pre_hook(lambda _, args, at=(index, role): inputs.update({at: args[0]}))
             )
+            if family.output_norms:  # an error of theirs is divided by what they put out
+                handles.append(
+                    linear.register_forward_hook(lambda _, args, out, at=(index, role): normed.update({at: out}))
+                )
         # What the layer itself makes of its stream: the norm's input behind attention, its own output behind the MLP.
         norm = layer.post_attention_layernorm
         handles.append(
@@ -67,8 +72,12 @@ def blocks_of(model: nn.Module, samples: Tensor) -> list[dict[str, tuple[np.ndar
         model(samples)
     for handle in handles:
         handle.remove()
+
+    def energy(values: Tensor) -> np.ndarray:
+        return values.double().square().mean(-1).flatten().numpy()
+
     found = {
-        at: (x.flatten(0, 1).double().numpy(), 1 / streams[at].double().square().mean(-1).flatten().numpy())
+        at: (x.flatten(0, 1).double().numpy(), 1 / energy(streams[at]) / (energy(normed[at]) if normed else 1.0))
         for at, x in inputs.items()
     }
     return [{role: found[index, role] for role in ("output", "down")} for index in range(len(layers))]

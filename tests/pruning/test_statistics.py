@@ -208,17 +208,17 @@ def test_magnitude_is_the_mean_weight_of_a_group(tiny, variant):
     model = tiny(variant)
     scores, geometry = scores_of("magnitude", model, windows(1)), read_geometry(model, family_of(model))
     for index, layer in enumerate(model.model.layers):
-        attention, mlp = layer.self_attn, layer.mlp
+        part = family_of(model).linears(layer)
         for k in range(4):
-            group = [attention.o_proj.weight[:, 12 * k : 12 * k + 12]]
-            for linear, width in ((attention.q_proj, 12), (attention.k_proj, 6), (attention.v_proj, 6)):
-                group += [p[width * k : width * k + width] for p in linear.parameters()]
+            group = [part["output"].weight[:, 12 * k : 12 * k + 12]]
+            for role, width in (("query", 12), ("key", 6), ("value", 6)):
+                group += [p[width * k : width * k + width] for p in part[role].parameters()]
             assert sum(p.numel() for p in group) == geometry.group_cost[index]
             expected = torch.cat([p.flatten() for p in group]).abs().mean().item()
             assert scores.attention[index][k] == pytest.approx(expected, rel=1e-10)
         for j in range(40):
-            channel = [p[j] for linear in (mlp.gate_proj, mlp.up_proj) for p in linear.parameters()]
-            channel.append(mlp.down_proj.weight[:, j])
+            channel = [p[j] for role in ("gate", "up") for p in part[role].parameters()]
+            channel.append(part["down"].weight[:, j])
             expected = torch.cat([p.flatten() for p in channel]).abs().mean().item()
             assert scores.mlp[index][j] == pytest.approx(expected, rel=1e-10)
 

@@ -42,17 +42,14 @@ def removed_params(model: PreTrainedModel, family: Family, groups: tuple, channe
     total = 0
     for layer, kept_groups, kept_channels in zip(model.model.layers, groups, channels, strict=True):
         hidden = model.config.hidden_size
-        attention, mlp = layer.self_attn, layer.mlp
+        part = family.linears(layer)
         query_rows = QUERIES_PER_KV * HEAD_DIM
         lost_groups, lost_channels = GROUPS - len(kept_groups), CHANNELS - len(kept_channels)
-        for linear, rows in (
-            (attention.q_proj, query_rows),
-            (attention.k_proj, HEAD_DIM),
-            (attention.v_proj, HEAD_DIM),
-        ):
+        for role, rows in (("query", query_rows), ("key", HEAD_DIM), ("value", HEAD_DIM)):
+            linear = part[role]
             total += lost_groups * rows * (hidden + (linear.bias is not None))
         total += lost_groups * query_rows * hidden  # columns of o
-        for linear in (mlp.gate_proj, mlp.up_proj):
+        for linear in (part["gate"], part["up"]):
             total += lost_channels * (hidden + (linear.bias is not None))
         total += lost_channels * hidden  # columns of down
         if not kept_groups:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.errors import UserError
+from tune_prune.models import fused
 from tune_prune.models.families import LAYER_LISTS, Family, decoder_layers
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel
@@ -183,7 +184,7 @@ def _plain(config: PretrainedConfig) -> dict[str, Any]:
 def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: Geometry, fmt: str) -> Sketch:
     """Return a pruned model, whose empty layers are dropped, as its files describe it: of the class of `dense` where the family's
     config can state its widths or where (format "hf-padded") zeros fill every layer up to the widest, else of an own class. No
-    layer is narrower than `least_widths`. `geometry`: that of `dense`."""
+    layer is narrower than `least_widths`. Fused projections are still apart (fused.put_together). `geometry`: that of `dense`."""
     config, model_class, weights = pruned.model.config, type(dense), pruned.weights
     groups, channels = least_widths(config, family, fmt)
     heads = groups * geometry.queries_per_kv
@@ -200,6 +201,7 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
         model_class = pruned_class(family.model_type)
     with torch.device("meta"):
         built = cast(PreTrainedModel, cast(Any, model_class)._from_config(config, dtype=pruned.model.dtype))
+    fused.take_apart(built, family)
     lost = pruned.model.state_dict().keys() - built.state_dict().keys()
     assert not lost, f"the saved model has no place for {sorted(lost)}"
     for name, buffer in pruned.model.named_buffers():  # rotary frequencies, which no state dict has

@@ -33,7 +33,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable
 from tune_prune.core.kinds import plain
 from tune_prune.core.temporary import clear_killed, is_mount_point, renamed_at_the_end
-from tune_prune.models import hub, loading, weight_files
+from tune_prune.models import fused, hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.runner.layer_weights import first_non_finite
 from tune_prune.pruning.groups import PruningPlan
@@ -191,6 +191,7 @@ def write_hf(
 ) -> None:
     """Write config, class files, weights and tokenizer of a model (of layers.as_saved) to `folder`; with `kind`, one of
     quantisation.FOLDER_KINDS, its matrices in fewer bits. `dense`: what it was made from, which need not have its weights."""
+    saved = Sketch(*fused.put_together(saved.model, saved.weights, dense.family))
     saved.model.save_pretrained(folder, state_dict={})  # takes the class files along where there are any
     if kind is None:
         weight_files.write_weights(folder, saved.model, saved.weights, shard_bytes)

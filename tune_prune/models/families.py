@@ -2,7 +2,7 @@
 
 One row per family; every room reads the row and none asks for a model's type. To support another family, add a row and
 run `pytest tests/models/test_families.py`, which walks the table. `check_structure` compares a row with a built model, so that
-an unknown, fused or sparse layout becomes a sentence instead of wrong numbers.
+an unknown or sparse layout becomes a sentence instead of wrong numbers.
 
 Shapes: H hidden size, d head dim, K key/value heads, g query heads per KV head, M MLP width; weights are [out, in].
 """
@@ -31,7 +31,10 @@ ROLES = {"attention": ATTENTION, "mlp": MLP}
 @dataclass(frozen=True)
 class Family:
     """Names of a decoder layer's parts, relative to the layer. Rows of q [K*g*d, H], k and v [K*d, H], gate and up
-    [M, H] follow the pruned groups, and so do their biases; of o [H, K*g*d] and down [H, M] the columns follow."""
+    [M, H] follow the pruned groups, and so do their biases; of o [H, K*g*d] and down [H, M] the columns follow.
+
+    A projection whose name has a dot is a part of a fused one, e.g. "qkv_proj.q_proj" of the matrix qkv_proj: `models.fused`
+    takes that apart."""
 
     model_type: str  # transformers' config.model_type
     # Of which blocks parts may go. Attention stays whole, whatever it is made of, where a cut would change what is left: norms over
@@ -50,11 +53,24 @@ class Family:
     # Norms over head_dim inside attention: shared by all heads, removed with the last one.
     head_norms: tuple[str, ...] = ()
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    # Of these the norms behind o and behind down: what a block adds to the residual stream is what they give.
+    output_norms: tuple[str, ...] = ()
     heads_divide_hidden: bool = False  # its config refuses num_attention_heads that do not divide hidden_size
+    # Its config refuses factors of longrope whose number is not that of hidden_size / num_attention_heads, whatever head_dim says.
+    longrope_by_heads: bool = False
 
     def projections(self) -> dict[str, str]:
         """Path inside a layer of each projection of the blocks that are pruned, by role."""
         return {role: f"{getattr(self, block)}.{getattr(self, role)}" for block in self.prunes for role in ROLES[block]}
+
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """Roles whose projections are consecutive rows of one matrix, by its path inside a layer."""
+        matrices: dict[str, tuple[str, ...]] = {}
+        for role, path in self.projections().items():
+            if "." in getattr(self, role):
+                matrix = path.rpartition(".")[0]
+                matrices[matrix] = (*matrices.get(matrix, ()), role)
+        return matrices
 
     def linears(self, layer: nn.Module) -> dict[str, nn.Linear]:
         """The projections of a decoder layer that passed `check_structure`, by role; of a pruned checkpoint's layer without
@@ -85,6 +101,27 @@ FAMILIES = {
         Family("qwen3", head_norms=("q_norm", "k_norm")),
         Family("smollm3"),
         Family("granite"),
+        Family(
+            "phi3",
+            query="qkv_proj.q_proj",
+            key="qkv_proj.k_proj",
+            value="qkv_proj.v_proj",
+            gate="gate_up_proj.gate_proj",
+            up="gate_up_proj.up_proj",
+            longrope_by_heads=True,
+        ),
+        Family(
+            "glm4",
+            gate="gate_up_proj.gate_proj",
+            up="gate_up_proj.up_proj",
+            layer_norms=(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "post_self_attn_layernorm",
+                "post_mlp_layernorm",
+            ),
+            output_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        ),
     )
 }
 
@@ -151,7 +188,7 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         if unknown:
             raise UserError(
                 f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "
-                "name (fused projections and mixtures of experts are not supported); choose another model"
+                "name (mixtures of experts are not supported); choose another model"
             )
         parts = family.linears(layer)
         for roles in map(ROLES.__getitem__, family.prunes):

@@ -127,12 +127,21 @@ def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
         last_group_extra=tuple(extra),
         cache_layers=tuple(sorted(types.index(kind) for kind in set(types))) if pruned else (),
         uniform_kv_heads=tuple(
-            k for k in range(1, min(kv_heads) + 1) if not family.heads_divide_hidden or hidden % (k * queries) == 0
+            k for k in range(1, min(kv_heads) + 1) if _can_be_stated(k * queries, model.config, family)
         )
         if pruned
         else (0,),
         whole_attention=tuple(whole),
     )
+
+
+def _can_be_stated(heads: int, config: Any, family: Family) -> bool:
+    """Say whether a plain config of the family can have so many query heads for all layers."""
+    if family.heads_divide_hidden and config.hidden_size % heads:
+        return False
+    if not family.longrope_by_heads or not (factors := config.rope_parameters.get("short_factor")):
+        return True
+    return int(config.hidden_size // heads * config.rope_parameters["partial_rotary_factor"]) // 2 == len(factors)
 
 
 def _row_params(linear: nn.Linear) -> int:

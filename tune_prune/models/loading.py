@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.models import fingerprints, hub, quantised, registration, unsupported, weight_files
+from tune_prune.models import fingerprints, fused, hub, quantised, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, PRUNED_PREFIX, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
@@ -223,12 +223,14 @@ def _tokenizer_class(source: ModelSource) -> Any:
 
 def config_geometry(config: PretrainedConfig) -> tuple[Family, Geometry]:
     """Return family and geometry from a config alone. Raises UserError for a config that describes no such model."""
-    family = _family(config)
-    return family, read_geometry(meta_model(config), family)
+    family, model = _family(config), meta_model(config)
+    fused.take_apart(model, family)
+    return family, read_geometry(model, family)
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model of a config without its memory, on torch's meta device. Raises UserError where it cannot be built."""
+    """Return the model of a config, as its files have it, without its memory, on torch's meta device. Raises UserError where it
+    cannot be built."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -327,6 +329,8 @@ def _opened(
         stored = quantised.weights(folder, model, about, dtype)
     else:
         stored = _stored_weights(weight_files.check_weights(folder, model, source.location, in_place), dtype)
+    rows = fused.take_apart(model, family)
+    stored = fused.parts(stored, model, rows)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family)), stored
 
 

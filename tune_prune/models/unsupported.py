@@ -14,13 +14,14 @@ from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.errors import UserError
-from tune_prune.models import families, hub
+from tune_prune.models import families, fused, hub
 from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
-from tune_prune.models.families import FAMILIES, NEED_BOS, Family, check_structure
+from tune_prune.models.families import ATTENTION, FAMILIES, MLP, NEED_BOS, Family, check_structure
 from tune_prune.models.gguf import packages
 
 
@@ -70,6 +71,7 @@ def reason(model: PreTrainedModel) -> str:
         )
     row = likely_row(model)
     try:
+        fused.take_apart(model, row)
         check_structure(model, row)
     except UserError as error:
         return f"model type {model_type!r} is not supported: {str(error).rpartition(';')[0]}; {step}"
@@ -92,16 +94,24 @@ def no_language_model(config: PretrainedConfig) -> str:
 
 
 def likely_row(model: PreTrainedModel) -> Family:
-    """Return the row that `model` would have if its layers are as Llama's, with the norms that they have."""
+    """Return the row that `model` would have if its layers are as Llama's or Phi-3's, with the norms that they have."""
     row = Family(model.config.model_type)
     try:
         layer = families.decoder_layers(model, row)[0]
         attention, head_dim = layer.get_submodule(row.attention), row.head_dim(layer)
+        mlp = layer.get_submodule(row.mlp)
     except (AttributeError, IndexError):
         return row
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in attention.named_children()}
+    apart = {
+        role: f"{matrix}.{getattr(row, role)}"
+        for block, matrix, roles in ((attention, "qkv_proj", ATTENTION[:3]), (mlp, "gate_up_proj", MLP[:2]))
+        for role in roles
+        if isinstance(getattr(block, matrix, None), nn.Module)
+    }
     return Family(
         row.model_type,
+        **apart,
         head_norms=tuple(name for name, size in sizes.items() if "norm" in name and size == head_dim),
         layer_norms=tuple(name for name in row.layer_norms if hasattr(layer, name)),
     )

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.models import fused
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.models.runner.layer_weights import LazyWeights, Weights, bring
@@ -104,6 +105,9 @@ def cut(
                 size[dimension] = len(kept[role])
             if role in kept or name in changes:
                 resize(linear, *size)
+        if "query" in kept and "." in family.query:
+            heads, kv_heads = (len(kept[role]) // family.head_dim(layer) for role in ("query", "key"))
+            fused.state_heads(layer.get_submodule(family.attention), heads, kv_heads)
         if not groups and "attention" in family.prunes:
             setattr(layer, family.attention, RemovedBlock("attention", parts["output"].bias))
         if not channels:

@@ -1,15 +1,18 @@
 """The choice of the llama.cpp architecture that can represent a pruned model; an error where none can.
 
     architecture   layers may differ        models
-    llama          no                       Llama, Mistral, Granite
+    llama          no                       Llama, Mistral, Granite, Phi-3
     qwen2          no, heads fill H         Qwen2
     qwen3          no                       Qwen3 without biases
     smollm3        no                       SmolLM3 without biases, every fourth layer without rotary embedding
-    deci           yes                      Llama, Mistral, Granite and Qwen2, with all their biases
+    deci           yes                      Llama, Mistral, Granite, Phi-3 and Qwen2, with all their biases
     openelm        yes                      Qwen3 without biases, with tied embeddings
 
 Granite is Llama with a scale in four places. They are written into the weights and the epsilon of the norms (`Scales`), since
 llama.cpp's own graph of it has one width for all layers.
+
+Phi-3 with its fused projections apart is Llama where it rotates whole heads and slides no window. llama.cpp's own graph of it has
+one width for all layers.
 
 Source: llama.cpp, src/models/{llama,qwen2,qwen3,smollm3,deci,openelm}.cpp and load_hparams in src/llama-model.cpp.
 """
@@ -60,6 +63,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "qwen3": (_QWEN3, _OPENELM),
     "smollm3": (_SMOLLM3,),
     "granite": (_LLAMA, _DECI),
+    "phi3": (_LLAMA, _DECI),
 }
 
 # Rotary parameters that llama.cpp has as constants in these architectures.

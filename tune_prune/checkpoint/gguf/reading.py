@@ -21,7 +21,7 @@ from tune_prune.checkpoint.gguf.gguf_file import FileTensor, file_tensors
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.save import write_hf
 from tune_prune.core.errors import UserError
-from tune_prune.models import loading
+from tune_prune.models import fused, loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import Family
 from tune_prune.models.geometry import read_geometry
@@ -44,8 +44,9 @@ def _write(file: Path, folder: Path, about: Manifest, base: ModelSource) -> dict
         raise UserError(f"GGUF file {file} cannot be read: {what}; copy the whole checkpoint again")
     config = loading.load_config(base)
     config.dtype = torch.float32
-    model = loading.meta_model(config)
     family, _ = loading.config_geometry(config)
+    model = loading.meta_model(config)
+    fused.take_apart(model, family)
     dense = loading.LoadedModel(base, model, loading.load_tokenizer(base), family, read_geometry(model, family))
     layers.check_plan(about.plan, dense)
     pruned, _ = layers.compact(cut(model, family, about.plan), family)

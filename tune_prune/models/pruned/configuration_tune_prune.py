@@ -24,6 +24,8 @@ STEMS = {
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
     "granite": "Granite",
+    "phi3": "Phi3",
+    "glm4": "Glm4",
 }
 
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

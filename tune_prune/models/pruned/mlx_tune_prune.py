@@ -164,5 +164,8 @@ class Model(nn.Module):
         return [KVCache() if window is None else RotatingKVCache(max_size=window) for window in windows]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Leave out weights without elements: of a removed block's last projection the bias alone counts."""
+        """Leave out weights without elements: of a removed block's last projection the bias alone counts. Raises ValueError for
+        a family that this file does not compute."""
+        if any("gate_up_proj" in name for name in weights):
+            raise ValueError(f"{self.model_type} models have fused projections, which this file does not compute")
         return {name: weight for name, weight in weights.items() if weight.size}

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from .configuration_tune_prune import CONFIGS, STEMS, PrunedConfig
+from .configuration_tune_prune import CONFIGS, SIZES, STEMS, PrunedConfig
 
 if TYPE_CHECKING:
     # Never imported. Whenever a model is saved, transformers copies the files that its class file imports beside the weights, and
@@ -56,6 +56,22 @@ class RemovedBlock(nn.Module):
         return (output, None) if self.kind == "attention" else output
 
 
+class LayerConfig:
+    """A model's config with the sizes of one layer, for attentions that cut a fused projection apart by them. All else is the
+    model's own, so that the choice of the attention kernel reaches it later, too."""
+
+    def __init__(self, config: Any, **sizes: int) -> None:
+        self.__dict__.update(of_model=config, **sizes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "of_model":  # asked for by `copy`, before it is there
+            raise AttributeError(name)
+        return getattr(self.of_model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.of_model, name, value)
+
+
 def _one_layer(config: PrunedConfig) -> Any:
     """A copy of `config` with one layer of the dense sizes, which the family's own class can build."""
     plain = copy.copy(config)
@@ -85,6 +101,8 @@ def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Mod
             setattr(layer, name, RemovedBlock(kind, getattr(layer.get_submodule(name), output).bias))
     if "attention" not in skip:
         layer.self_attn.config = config  # so that the choice of the attention kernel reaches it later, too
+        if hasattr(layer.self_attn, "qkv_proj"):
+            layer.self_attn.config = LayerConfig(config, **{name: getattr(own, name) for name in SIZES})
     return layer
 
 

@@ -6,6 +6,7 @@ new weights W' [H, K] minimise, over calibration tokens t,
     sum_t q_t || W_R a_R + W_K a_K - W' a_K ||^2 + lambda || W' - W_K ||^2        lambda = damping * mean of diag G_KK
     W' = W_K + W_R G_RK (G_KK + lambda I)^-1                                       G = sum_t q_t a a^T  [n, n]
     q_t = 1 / mean(h^2)                                                            h [H] the residual stream behind the block
+        = 1 / (mean(h^2) mean(u^2))                       where a norm takes what the projection puts out, u [H], into the stream
 
 One shot: every block is fitted to the inputs that it has in the dense model, in one forward pass, one layer's G at a time (a ridge
 regression towards the old weights; without q and damping the update of Optimal Brain Surgeon for a group, Hassibi & Stork 1993, as
@@ -154,10 +155,13 @@ class _Inputs:
         self.gram: Tensor | None = None  # [n, K]
         self.held: list[Tensor] = []  # [tokens, n]
 
-    def add(self, inputs: Tensor, residual: Tensor, held: bool) -> None:
-        """Add `inputs` [B, T, n]; `residual` [B, T, H], the stream behind the block."""
+    def add(self, inputs: Tensor, residual: Tensor, held: bool, normed: Tensor | None = None) -> None:
+        """Add `inputs` [B, T, n]; `residual` [B, T, H], the stream behind the block; `normed` [B, T, H], what the projection puts
+        out where a norm stands behind it."""
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         energy = residual.to(dtype).square().mean(-1).flatten()
+        if normed is not None:
+            energy *= normed.to(dtype).square().mean(-1).flatten()
         scaled = inputs.to(dtype).flatten(0, 1) * torch.where(energy > 0, energy.rsqrt(), 0)[:, None]
         if held:
             self.held.append(scaled)
@@ -177,18 +181,21 @@ class _Watch:
 @contextmanager
 def _watched(family: Family, layer: nn.Module, inputs_of: Mapping[str, _Inputs]) -> Iterator[_Watch]:
     """Add up, within the context, what goes into the projections of `inputs_of`. Every family's layer adds what o and down put out,
-    scaled or not, to the residual stream that it was given, one after the other."""
+    scaled or normed or not, to the residual stream that it was given, one after the other."""
     watch, parts, scale = _Watch(), family.linears(layer), getattr(layer, "residual_multiplier", 1.0)  # of Granite
 
     def begin(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         watch.stream = args[0]
 
+    norms = {role: layer.get_submodule(name) for role, name in zip(LAST, family.output_norms, strict=False)}
+
     def hook(role: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def take(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             assert watch.stream is not None
-            watch.stream = watch.stream.to(output.device) + (output if scale == 1 else scale * output)
+            added = norms[role](output) if role in norms else output
+            watch.stream = watch.stream.to(added.device) + (added if scale == 1 else scale * added)
             if role in inputs_of:
-                inputs_of[role].add(args[0], watch.stream, watch.held)
+                inputs_of[role].add(args[0], watch.stream, watch.held, output if role in norms else None)
 
         return take
 
