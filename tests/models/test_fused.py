@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import VARIANTS, build_tiny, whole
 from tests.pruning.test_surgery import KEEP_SETS, plan_of, tokens
+from tune_prune.checkpoint import save
 from tune_prune.models import fused
 from tune_prune.models.families import FAMILIES
+from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.surgery import prune
 
 FUSED = [variant for variant, (model_type, _) in VARIANTS.items() if FAMILIES[model_type].fused()]
@@ -40,7 +44,7 @@ def test_parts_are_rows_of_the_weights_in_files_and_keep_none_of_the_others_in_m
     apart = build_tiny(variant)
     stock = whole(apart)
     family, stored = FAMILIES[stock.config.model_type], dict(stock.named_parameters(remove_duplicate=False))
-    found = fused.parts(stored, stock, fused.take_apart(stock, family))
+    found = fused.parts(LazyWeights(stored, stored.__getitem__), stock, fused.take_apart(stock, family))
     expected = dict(apart.named_parameters(remove_duplicate=False))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], p) for name, p in expected.items())
     parts = [name for name in found if "qkv_proj" in name or "gate_up_proj" in name]
@@ -61,3 +65,17 @@ def test_the_choice_of_the_attention_kernel_reaches_layers_of_other_sizes(varian
     assert {layer.self_attn.config._attn_implementation for layer in pruned.model.layers} == {"eager"}
     # eager attention takes its softmax in float32
     torch.testing.assert_close(pruned(tokens()).logits, by_torch, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", FUSED)
+def test_a_plain_config_says_in_the_names_of_transformers_4_which_part_of_a_head_is_rotated(variant, tmp_path):
+    model = whole(build_tiny(variant))
+    model.save_pretrained(tmp_path)
+    save._add_older_names(tmp_path / "config.json")
+    rope = model.config.rope_parameters
+    older = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert older["partial_rotary_factor"] == rope["partial_rotary_factor"] and older["rope_theta"] == rope["rope_theta"]
+    assert (older["rope_scaling"] or {}).get("short_factor") == rope.get("short_factor")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(again(tokens()).logits, model(tokens()).logits, rtol=0, atol=1e-12)

@@ -51,6 +51,12 @@ QWEN: dict[str, Any] = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
 }  # fmt: skip
 
+PHI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 590, "embd_pdrop": 0.0, "eos_token_id": 591, "pad_token_id": 592, "hidden_act": "silu",
+    "initializer_range": 0.02, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-2-7b": LLAMA | {
         "_name_or_path": "meta-llama/Llama-2-7b-hf", "intermediate_size": 172, "num_key_value_heads": 8,
@@ -92,6 +98,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "embedding_multiplier": 12.0, "intermediate_size": 256,
         "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": False, "residual_multiplier": 0.22,
         "rope_theta": 10000000.0, "tie_word_embeddings": True, "transformers_version": "4.46.0.dev0",
+    },
+    "Phi-4": PHI | {
+        "auto_map": {}, "hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rope_scaling": None,
+        "rope_theta": 250000, "sliding_window": None, "tie_word_embeddings": False, "transformers_version": "4.47.0",
+    },
+    "Phi-4-mini": PHI | {
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+            "AutoTokenizer": "Xenova/gpt-4o",
+        },
+        "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "hidden_size": 96,
+        "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rope_theta": 10000.0,
+        "rope_scaling": {
+            "long_factor": [1, 1.1, 2, 8, 20, 30], "short_factor": [1.0, 1.0, 1.1, 1.5, 2.0, 2.5], "type": "longrope",
+        },
+        "sliding_window": 262144, "tie_word_embeddings": True, "transformers_version": "4.45.0",
+    },
+    "GLM-4-9B-0414": {
+        "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": [590, 591, 592], "head_dim": 16, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+        "intermediate_size": 216, "max_position_embeddings": 32768, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "pad_token_id": 590, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": True,
     },
 }  # fmt: skip
 
@@ -144,7 +175,7 @@ def test_a_pruned_model_of_it_loads_and_gives_what_it_gave_in_memory(name: str, 
         assert saved["model_type"] == "tune_prune_" * (shape == "free") + PUBLISHED[name]["model_type"]
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen2.5-7B", "SmolLM3-3B"])
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen2.5-7B", "SmolLM3-3B", "Phi-4-mini"])
 def test_a_search_of_it_is_planned(
     name: str, data: tuple[str, ...], plan_text: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -155,7 +186,7 @@ def test_a_search_of_it_is_planned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Mistral-7B-v0.1", "Qwen3-8B", "Granite-3.3-2b"])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Mistral-7B-v0.1", "Qwen3-8B", "Granite-3.3-2b", "Phi-4-mini"])
 def test_it_is_searched(name: str, data: tuple[str, ...], printed: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text("search: grid\nmethod: [blockwise, flap]\nseq_len: 16\nnum_samples: 8\n")
     small = (

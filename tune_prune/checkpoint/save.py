@@ -219,12 +219,12 @@ def _change_json(path: Path, changes: dict[str, Any]) -> None:
 
 def _add_older_names(path: Path) -> None:
     """State what transformers 5 has renamed under its older names, too: whatever reads the family's configs without it would
-    take rope_theta for its default and go silently wrong. transformers 5 reads both."""
+    take rope_theta, or the part of a head that is rotated, for its default and go silently wrong. transformers 5 reads both."""
     values = json.loads(path.read_text(encoding="utf-8"))
     changes = {"torch_dtype": values["dtype"]}
     rope = dict(values.get("rope_parameters") or {})
     if "rope_theta" in rope:  # one for all layers
-        changes["rope_theta"] = rope.pop("rope_theta")
+        changes |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         changes["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     _change_json(path, changes)
 

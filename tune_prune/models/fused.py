@@ -61,7 +61,7 @@ def _sizes(layer: nn.Module, family: Family, roles: tuple[str, ...], rows: int) 
     return rows - 2 * keys, keys, keys
 
 
-def parts(weights: Weights, model: PreTrainedModel, rows: Rows) -> Weights:
+def parts(weights: LazyWeights, model: PreTrainedModel, rows: Rows) -> LazyWeights:
     """Return the weights of a model that `take_apart` has changed, from those of before."""
 
     def find(name: str) -> Tensor:

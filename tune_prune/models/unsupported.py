@@ -103,11 +103,12 @@ def likely_row(model: PreTrainedModel) -> Family:
     except (AttributeError, IndexError):
         return row
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in attention.named_children()}
-    apart = {
+    apart: dict[str, Any] = {
         role: f"{matrix}.{getattr(row, role)}"
         for block, matrix, roles in ((attention, "qkv_proj", ATTENTION[:3]), (mlp, "gate_up_proj", MLP[:2]))
         for role in roles
         if isinstance(getattr(block, matrix, None), nn.Module)
+        and (block is mlp or hasattr(block, "num_key_value_heads"))
     }
     return Family(
         row.model_type,

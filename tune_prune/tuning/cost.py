@@ -43,7 +43,7 @@ from tune_prune.data.sources import Contents, task_source
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.kept_suite import KeptSuite, caveats, ends_texts
-from tune_prune.models import loading
+from tune_prune.models import fused, loading
 from tune_prune.models.families import LAYER_LISTS, decoder_layers, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.models.head import NextTokenLosses
@@ -390,6 +390,7 @@ def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.de
     config.vocab_size = min(config.vocab_size, MEASURED_VOCABULARY)
     config.pad_token_id, config.tie_word_embeddings = None, True
     model: PreTrainedModel = loading.meta_model(config)
+    fused.take_apart(model, family_of(config.model_type))
     model = model.to(dtype).to_empty(device=device)  # type: ignore[arg-type]  # transformers hides torch's signature
     model.tie_weights()
     for tensor in (*model.parameters(), *model.buffers()):
