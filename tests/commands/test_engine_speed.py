@@ -167,6 +167,7 @@ def test_vllm_measures_as_it_serves_and_numbers_of_other_kinds_are_named(calls, 
     assert "weights dequantised from int8" in " ".join(out.split()) and "the pruning alone" not in out
 
 
+@pytest.mark.slow
 def test_a_benchmark_ends_with_the_command_that_was_killed(saved, calls, tmp_path):
     started = tmp_path / "started"
     # In a session of its own, as an engine's processes may be.

@@ -117,7 +117,7 @@ def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTraine
 def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrainedModel]:
     base = getattr(transformers, f"{stem}Model")
 
-    def __init__(self, config: PrunedConfig) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, config: PrunedConfig) -> None:
         base.__init__(self, _one_layer(config))
         _put_layers(self, config)
 
@@ -128,7 +128,7 @@ def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrain
 def _language_model_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     base = getattr(transformers, f"{stem}ForCausalLM")
 
-    def __init__(self, config: PrunedConfig) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, config: PrunedConfig) -> None:
         base.__init__(self, _one_layer(config))
         _put_decoder(self, config, decoder_class)
 
