@@ -166,7 +166,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     source, embedded = catalog.resolve(args.model, None), uses_embedded_data(dense.run)
     text = calibration.resolve(args.calibration, dense.run.data_dir, source.kind == "embedded")
-    windows = calibration.samples(calibration.tokens_of(dense.tokenizer, text), args.seq_len, args.samples, args.seed)
+    bos = calibration.bos_of(dense.tokenizer, dense.run.protocol.bos, dense.label)
+    windows = calibration.samples(
+        calibration.tokens_of(dense.tokenizer, text), args.seq_len, args.samples, args.seed, bos
+    )
     run = replace(dense.run, data_dir=EMBEDDED_DATA if embedded else dense.run.data_dir)
     share = share_of(dense.model, dense.loaded().family, args.ratio)
     scores = dense.evaluate(args.limit, args.tasks)

@@ -62,6 +62,11 @@ GRANITE: dict[str, Any] = {
 }
 
 PARTIAL_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.7}
+GEMMA3: dict[str, Any] = {  # of both kinds of layers, with windows that are shorter than the texts
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 8,
+}
 
 # Every family as it is, and what its config can switch on: more biases, tied embeddings, sliding windows.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in FAMILIES} | {
@@ -115,6 +120,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
             "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 1.0},
         },
     ),
+    "gemma-biases-tied": ("gemma", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma3_text": ("gemma3_text", GEMMA3),
+    "gemma3_text-biases-tied": (
+        "gemma3_text",
+        {
+            **GEMMA3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "final_logit_softcapping": 3.0,
+            "hidden_activation": "silu",
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+            },
+        },
+    ),
 }
 
 
@@ -125,10 +146,11 @@ def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
     config = AutoConfig.for_model(model_type, **(SIZES | fields | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
+    mean = 0 if "gemma" in model_type else 1  # of norms' weights: Gemma's multiply by 1 more
     for name, p in model.named_parameters():
         values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         p.data.copy_(
-            1 + 0.3 * values if "norm" in name else 0.5 * values if p.ndim == 1 else values / p.shape[-1] ** 0.5
+            mean + 0.3 * values if "norm" in name else 0.5 * values if p.ndim == 1 else values / p.shape[-1] ** 0.5
         )
     fused.take_apart(model, FAMILIES[model_type])
     return model

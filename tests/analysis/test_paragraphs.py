@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.render import page
 from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.ledger import write_about
@@ -96,7 +97,12 @@ def test_tasks_and_texts_are_called_what_they_are(tmp_path: Path) -> None:
         write_about(FolderStore(path), about)
         said = paragraphs(find(read_study([path], [])))[0]
         assert f"Perplexity is measured on {text}, in windows of" in said
-        assert ("(small ones embedded in tune_prune" in said) == (recorded == "embedded")
+        assert ("(small ones embedded in tune_prune" in said) == (recorded == "embedded") and "BOS" not in said
+    about["models"]["alpha"]["run"]["protocol"]["bos"] = True
+    write_about(FolderStore(path), about)
+    findings = find(read_study([path], []))
+    assert "With alpha a BOS token begins every window and every question." in paragraphs(findings)[0]
+    assert "<dt>BOS token</dt><dd>begins every window and every question</dd>" in page.render(findings, [])
 
 
 def test_references_are_those_of_the_text(simulated: Findings) -> None:

@@ -192,6 +192,9 @@ def test_what_was_measured_on_is_said_by_its_content(
     source = replace(RUN, data_dir=data_dir, protocol=EvaluationProtocol(tasks=tasks))
     text = card(tmp_path, source=source, measured_on=measured)
     assert "accuracy on all questions" in text and all(part in text for part in said)
+    begun = replace(source, protocol=replace(source.protocol, bos=True))
+    words = "; a BOS token begins every window and every question."
+    assert words in card(tmp_path, source=begun, measured_on=measured) and words not in text
 
 
 def test_an_accuracy_of_one_has_its_interval_and_unknown_numbers_are_dashes(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], tuple[Any, ...], str]] =
     ({"tasks": {"boolq": "b"}}, {}, (9.0, {"boolq": 0.6}, None), "over boolq, piqa"),
     ({"tasks": MEASURED_ON.tasks | {"arc_easy": "a"}}, {}, (9.0, BOTH, None), "arc_easy is not compared: it, or"),
     ({"protocol": 3}, {}, (None, {}, None), "protocol_version was 2, and is 3"),
+    ({}, {"bos": True}, (None, {}, None), "numbers are not compared: bos was False, and is True"),
 ]  # fmt: skip
 
 

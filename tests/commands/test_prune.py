@@ -17,12 +17,13 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.test_model_card import PLAN, manifest
 from tests.pruning.test_shapes import assert_shape
 from tests.search_folders import model_folder
 from tune_prune import embedded
+from tune_prune.checkpoint import save
 from tune_prune.checkpoint.card import uses
 from tune_prune.checkpoint.manifest import MANIFEST
 from tune_prune.commands import prune, search, speed
@@ -222,6 +223,20 @@ def test_a_plain_config_has_the_names_of_transformers_4(tmp_path: Path) -> None:
     again, ids = load(out), torch.arange(300)[None]
     (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert torch.equal(again(ids).logits, load(out)(ids).logits)
+
+
+def test_a_plain_gemma_has_the_older_names_of_both_its_rotary_embeddings(tmp_path: Path) -> None:
+    kinds = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    AutoConfig.for_model("gemma3_text", rope_parameters=kinds, dtype="float32").save_pretrained(tmp_path)
+    save._add_older_names(tmp_path / "config.json")
+    config = read(tmp_path / "config.json")
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.pop("rope_parameters") == kinds
+    assert config["rope_theta"] == 5e5 and config["rope_local_base_freq"] == 2e4
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == kinds
 
 
 def test_no_tasks_have_to_be_there(tmp_path: Path) -> None:

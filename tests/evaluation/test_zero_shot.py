@@ -113,6 +113,29 @@ def test_the_engine_is_a_model_of_lm_eval(tmp_path):
         SharedPrefixLM(model, tokenizer).loglikelihood_rolling([])
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_gemma_gets_a_bos_token_as_by_lm_evals_add_bos_token(tmp_path, tiny, bos):
+    """Whether its tokenizer adds one by itself or not, there is one."""
+    model, tokenizer = (
+        tiny("gemma3_text", torch.float32, vocab_size=258, max_position_embeddings=512),
+        byte_tokenizer(bos),
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    theirs = HFLM(
+        pretrained=model, tokenizer=str(tmp_path / "tokenizer"), add_bos_token=True, max_length=512, device="cpu"
+    )
+    source = write_quiz(tmp_path / "set", quiz_items())
+    expected = lm_eval_samples(tmp_path, source, ("quiz",), theirs, None, 512, limit=None)
+    found = lm_eval_samples(tmp_path, source, ("quiz",), SharedPrefixLM(model, tokenizer), None, 512, limit=None)
+    suite = build_suite(tokenizer, EvaluationProtocol(("quiz",), bos=True), source, 512)
+    scores = {(score.task, score.doc_id): score.loglikelihoods for score in score_all(suite, model)}
+    assert found.keys() == expected.keys() == scores.keys()
+    for key, sample in expected.items():
+        of_choices = [loglikelihood for loglikelihood, _ in sample["filtered_resps"]]
+        np.testing.assert_allclose([mine for mine, _ in found[key]["filtered_resps"]], of_choices, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(scores[key], of_choices, rtol=0, atol=2e-4)
+
+
 def test_an_engine_that_cannot_share_says_so_and_scores_the_same(caplog):
     model, tokenizer = unequal_llama(), byte_tokenizer(True)
     instances = [
@@ -128,17 +151,24 @@ def test_an_engine_that_cannot_share_says_so_and_scores_the_same(caplog):
     np.testing.assert_allclose(refusing.loglikelihood(instances), shared, atol=1e-4)
 
 
+@pytest.mark.parametrize("add_bos_token", [None, True])
 @pytest.mark.parametrize("bos", [True, False])
-def test_encoding_is_hflms(monkeypatch, bos):
+def test_encoding_is_hflms(tmp_path, monkeypatch, bos, add_bos_token):
     tokenizer = byte_tokenizer(bos)
+    tokenizer.save_pretrained(tmp_path)  # HFLM loads it anew, so that it adds what is asked for
     pairs = [("", "alone"), ("", "<s>begins"), ("ends in space  ", "word"), ("<s>has its own", " beginning")]
     pairs += [("a question", " yes"), ("a question", " no"), ("a question", " yes")]
     instances = [Instance("loglikelihood", {}, pair, index, ("quiz", index, 1)) for index, pair in enumerate(pairs)]
-    theirs = HFLM(pretrained=unequal_llama(), tokenizer=tokenizer, max_length=512, device="cpu")
+    theirs = HFLM(
+        pretrained=unequal_llama(), tokenizer=str(tmp_path), add_bos_token=add_bos_token, max_length=512, device="cpu"
+    )
     monkeypatch.setattr(theirs, "_loglikelihood_tokens", lambda requests, **_: requests)
     for request, (_, context, continuation) in zip(
-        encode(tokenizer, instances, 512), theirs.loglikelihood(instances, disable_tqdm=True), strict=True
+        encode(tokenizer, instances, 512, bool(add_bos_token)),
+        theirs.loglikelihood(instances, disable_tqdm=True),
+        strict=True,
     ):
+        assert not add_bos_token or request.inputs.tolist().count(0) == 1
         assert request.inputs.tolist() == (context + continuation)[:-1]
         assert request.targets.tolist() == continuation
 

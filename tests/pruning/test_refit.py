@@ -63,7 +63,7 @@ def blocks_of(model: nn.Module, samples: Tensor) -> list[dict[str, tuple[np.ndar
                     linear.register_forward_hook(lambda _, args, out, at=(index, role): normed.update({at: out}))
                 )
         # What the layer itself makes of its stream: the norm's input behind attention, its own output behind the MLP.
-        norm = layer.post_attention_layernorm
+        norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
         handles.append(
             norm.register_forward_pre_hook(lambda _, args, at=(index, "output"): streams.update({at: args[0]}))
         )

@@ -22,7 +22,7 @@ import yaml
 from tune_prune.checkpoint.generation_speed import conditions, rate
 from tune_prune.checkpoint.licenses import TERMS
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.core.config import OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
+from tune_prune.core.config import BEGUN, OTHER_TEXT, ZERO_SHOT_METRIC, reads_embedded_data
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text, number
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.kinds import Shape, texts_of
@@ -231,7 +231,8 @@ def measured_on(manifest: Manifest) -> str:
         f"Measured by tune_prune in {markdown(source.dtype)}: perplexity on {text}, in windows of at most "
         f"{protocol.perplexity_window:,} tokens; accuracy on {count} of each of {tasks}"
     )
-    return f"{sentence}." if chance is None else f"{sentence} (chance: {fraction(chance)} on average)."
+    sentence += "" if chance is None else f" (chance: {fraction(chance)} on average)"
+    return f"{sentence}; {BEGUN}." if protocol.bos else f"{sentence}."
 
 
 def _layers(manifest: Manifest) -> str:

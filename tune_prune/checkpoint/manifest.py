@@ -350,7 +350,7 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
                 return False
         return True
 
-    protocol = alike("numbers are", protocol_version=(before.protocol, measured_on.protocol))
+    protocol = alike("numbers are", protocol_version=(before.protocol, measured_on.protocol), bos=(old.bos, new.bos))
     same_text = protocol and alike(
         "perplexity is",
         text=(before.text, measured_on.text),

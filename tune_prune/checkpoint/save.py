@@ -222,8 +222,11 @@ def _add_older_names(path: Path) -> None:
     take rope_theta, or the part of a head that is rotated, for its default and go silently wrong. transformers 5 reads both."""
     values = json.loads(path.read_text(encoding="utf-8"))
     changes = {"torch_dtype": values["dtype"]}
-    rope = dict(values.get("rope_parameters") or {})
-    if "rope_theta" in rope:  # one for all layers
+    kinds = values.get("rope_parameters") or {}
+    rope = dict(kinds.get("full_attention", kinds))
+    if "sliding_attention" in kinds:
+        changes["rope_local_base_freq"] = kinds["sliding_attention"]["rope_theta"]
+    if "rope_theta" in rope:
         changes |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         changes["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     _change_json(path, changes)

@@ -9,6 +9,7 @@ from tune_prune.analysis.render.messages import acc, pm
 from tune_prune.checkpoint.layers import aligned
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest, Recorded
 from tune_prune.commands.plan_page import perplexity_text_of
+from tune_prune.core.config import BEGUN
 from tune_prune.core.records import StageReport
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.pruning.methods import read_by
@@ -67,7 +68,8 @@ def result_text(
             + _known(evaluation, earlier, baseline or {}),
             "",
             *_kl_lines(evaluation, earlier),
-            f"perplexity {_perplexity(evaluation.ppl)} on {text}, windows of {evaluation.perplexity_window:,} tokens{compared}",
+            f"perplexity {_perplexity(evaluation.ppl)} on {text}, windows of {evaluation.perplexity_window:,} tokens"
+            f"{f'; {BEGUN}' * evaluation.run.protocol.bos}{compared}",
             "",
             *aligned(rows, left=2),
         ]

@@ -30,6 +30,7 @@ from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import Location
 from tune_prune.data import calibration
+from tune_prune.data.calibration import bos_of
 from tune_prune.data.checks import check_data
 from tune_prune.data.sources import Contents
 from tune_prune.evaluation.evaluation import Evaluation
@@ -95,11 +96,12 @@ class Model:
             run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
         recorded = None if self.manifest is None else self.manifest.source
         window = perplexity_window or (recorded or run).protocol.perplexity_window
-        run = replace(run, protocol=replace(run.protocol, perplexity_window=window))
-        self.geometry = loading.config_geometry(self.hf_config)[1]
+        family, self.geometry = loading.config_geometry(self.hf_config)
+        run = replace(run, protocol=replace(run.protocol, perplexity_window=window, bos=family.bos))
         self.run, self.label, self.params = run, run.label, self.geometry.total_params
         self.gguf, self.found_as, self.file = self._source.gguf, self._source.found_as, self._source.file
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
+        bos_of(self.tokenizer, family.bos, self.label)
         loading.check_weights(self._source, self.hf_config)
         self._calibration, self._memory, self._base = calibration, memory, base
         self._loaded: LoadedModel | None = None

@@ -16,7 +16,7 @@ import torch
 from tune_prune.analysis.cost import between, duration
 from tune_prune.checkpoint.layers import aligned
 from tune_prune.core import machine
-from tune_prune.core.config import OTHER_TEXT, ModelRun, PruningConfig, group_labels
+from tune_prune.core.config import BEGUN, OTHER_TEXT, ModelRun, PruningConfig, group_labels
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.kinds import Shape, texts_of
 from tune_prune.core.machine import size
@@ -69,6 +69,7 @@ def details(plan: Plan) -> str:
 
 def _rows(plan: Plan, notes: Iterable[Row]) -> list[Row]:
     """Return the lines that summary and details share; `notes` are on the accuracies of a model, by label."""
+    begun = [model.run.label for model in plan.models if model.run.protocol.bos]
     return [
         ("plan", _ways(plan)),
         ("time", _time(plan)),
@@ -76,6 +77,7 @@ def _rows(plan: Plan, notes: Iterable[Row]) -> list[Row]:
         *_models(plan),
         ("sample text", _sample_text(plan)),
         ("tests", tests(plan.models[0].run)),
+        *[("", f"{listed(begun)}: {BEGUN}")] * bool(begun),
         *_shapes(plan),
         *(("warning", f"{label}: {note}") for label, note in notes),
         *(("warning", line) for line in to_mend(plan)),

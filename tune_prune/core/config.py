@@ -54,6 +54,7 @@ MAX_LABEL = 100  # letters; folders and files are named by labels, with more beh
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
 PROTOCOL_VERSION = 2
 
+BEGUN = "a BOS token begins every window and every question"  # what is said where it does
 
 # The perplexity text of a user's file: its fingerprint is none of WikiText-2, which a few other blanks would change, too
 OTHER_TEXT = "the text in {file} (not recognised as WikiText-2)"
@@ -259,6 +260,7 @@ class EvaluationProtocol:
     perplexity_window: int = 2048  # tokens; shortened to the model's limit
     seed: int = 0  # order in which items enter the slices
     perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
+    bos: bool = False  # a BOS token is the first of every window, of sample text, too, and of every prompt
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -268,9 +270,9 @@ class EvaluationProtocol:
                 raise UserError(f"a task cannot be named {name!r}, which metrics are named by; rename its folder")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what records and keys have: tokens only where they are bounded, as before there was a bound."""
-        bound = {} if self.perplexity_tokens is None else {"perplexity_tokens": self.perplexity_tokens}
-        return {name: value for name, value in asdict(self).items() if name != "perplexity_tokens"} | bound
+        """Return what records and keys have: what came later only where it is off its default, as before there was it."""
+        usual = {"perplexity_tokens": None, "bos": False}
+        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def of_items(self) -> dict[str, Any]:
         """Return the part that the zero-shot tasks depend on."""

@@ -3,6 +3,8 @@
 A sample is a window of exactly seq_len real tokens: no padding, no overlap with another sample, in an order fixed by the
 seed, so that the first n samples are the same whatever n is asked for. Never the text that perplexity is reported on.
 
+Where a model wants a BOS token in front of every text, a sample is that token and seq_len - 1 of the text.
+
 A mixture of k texts (`wikitext2+c4`) is interleaved in equal parts: sample i comes from text i mod k, each text's own in the
 order that they have alone.
 """
@@ -146,25 +148,51 @@ def check_token_ids(label: str, largest: int, vocab_size: int, where: str = "") 
         )
 
 
-def samples(texts: Sequence[torch.Tensor], seq_len: int, count: int, seed: int) -> torch.Tensor:
-    """Return the first `count` calibration samples, LongTensor [count, seq_len]; sample i is one of text i mod k.
+def bos_of(tokenizer: PreTrainedTokenizerBase, wanted: bool, label: str) -> int | None:
+    """Return the id of the BOS token where it is `wanted` in front of every text, else None. Raises UserError where the tokenizer
+    of the model `label` has none."""
+    if wanted and tokenizer.bos_token_id is None:
+        raise UserError(
+            f"a text for {label} has to begin with a BOS token, and its tokenizer has none; name it in its tokenizer_config.json "
+            "(bos_token)"
+        )
+    return tokenizer.bos_token_id if wanted else None
+
+
+def begun(rows: torch.Tensor, bos: int | None) -> torch.Tensor:
+    """Return LongTensor [n, T + 1], `rows` [n, T] with the token `bos` in front of each; None: `rows` as they are."""
+    import torch
+
+    return rows if bos is None else torch.cat([rows.new_full((len(rows), 1), bos), rows], dim=1)
+
+
+def text_tokens(length: int, bos: int | None) -> int:
+    """Return how many tokens of text a window of `length` has."""
+    return length if bos is None else length - 1
+
+
+def samples(texts: Sequence[torch.Tensor], seq_len: int, count: int, seed: int, bos: int | None = None) -> torch.Tensor:
+    """Return the first `count` calibration samples, LongTensor [count, seq_len]; sample i is one of text i mod k. `bos`: the token
+    that each begins with.
 
     Raises UserError where a text is too short.
     """
     rows = texts[0].new_empty(count, seq_len)
     for index, tokens in enumerate(texts):
-        rows[index :: len(texts)] = windows(tokens, seq_len, len(range(index, count, len(texts))), seed)
+        rows[index :: len(texts)] = windows(tokens, seq_len, len(range(index, count, len(texts))), seed, bos)
     return rows
 
 
-def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int) -> torch.Tensor:
-    """Return the first `count` samples of one text, LongTensor [count, seq_len]: windows of `tokens` [N] in seeded order.
+def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int, bos: int | None = None) -> torch.Tensor:
+    """Return the first `count` samples of one text, LongTensor [count, seq_len]: windows of `tokens` [N] in seeded order, each
+    behind the token `bos` if there is one.
 
     Windows do not overlap. Raises UserError where the text is too short.
     """
     import torch
 
-    slots = len(tokens) // seq_len
+    length = text_tokens(seq_len, bos)
+    slots = len(tokens) // length
     if slots < count:
         raise UserError(
             f"the calibration text has {len(tokens):,} tokens, enough for {slots} samples of {seq_len}; {count} were asked "
@@ -172,4 +200,4 @@ def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int) -> torch.
         )
     generator = torch.Generator().manual_seed(seed_for(seed, f"calibration windows of {seq_len}"))
     order = torch.randperm(slots, generator=generator)[:count]
-    return tokens[: slots * seq_len].view(slots, seq_len)[order]
+    return begun(tokens[: slots * length].view(slots, length)[order], bos)

@@ -105,9 +105,10 @@ def check_calibration(
                 "perplexity look better than it is: name another text with --calibration"
             )
         tokens, index = calibration.tokenize(tokenizer, content), parts.index(text)
+        bos = calibration.bos_of(tokenizer, run.protocol.bos, source.label)
         for seq_len in seq_lens:
             try:
-                calibration.windows(tokens, seq_len, len(range(index, num_samples, len(parts))), run.seed)
+                calibration.windows(tokens, seq_len, len(range(index, num_samples, len(parts))), run.seed, bos)
             except UserError as error:
                 raise UserError(f"{text}, of {run.calibration}: {error}" if len(parts) > 1 else str(error)) from error
         where = f" in calibration text {text}"

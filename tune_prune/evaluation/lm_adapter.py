@@ -23,6 +23,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import check_characters
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.engine.rows import Request
+from tune_prune.models.families import known_family
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ class SharedPrefixLM(LM):
 
     `model` is any causal language model of transformers in eval mode. `batch_tokens` bounds one forward pass (None: by
     device). `max_length` is the longest input in tokens (None: the model's limit); longer requests lose their first
-    tokens, as in HFLM. `loglikelihood` raises UserError for a continuation longer than that.
+    tokens, as in HFLM. A model of a family that wants a BOS token in front of every text gets one, as by HFLM's
+    `add_bos_token`. `loglikelihood` raises UserError for a continuation longer than that.
     """
 
     def __init__(
@@ -47,13 +49,15 @@ class SharedPrefixLM(LM):
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.max_length: int = max_length or model.config.max_position_embeddings
+        family = known_family(model)
+        self.add_bos_token = family is not None and family.bos
         self.unsupported_reason = prefix_trees.unsupported_reason(model)
         if self.unsupported_reason:
             log.warning("choices are scored one by one: %s", self.unsupported_reason)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-likelihood in nats, whether greedy decoding would produce it) of every request, in order."""
-        encoded = encode(self.tokenizer, requests, self.max_length)
+        encoded = encode(self.tokenizer, requests, self.max_length, self.add_bos_token)
         documents: dict[tuple[str | None, int | None], list[int]] = {}
         for index, instance in enumerate(requests):
             documents.setdefault((instance.task_name, instance.doc_id), []).append(index)
@@ -75,11 +79,15 @@ class SharedPrefixLM(LM):
         raise NotImplementedError("SharedPrefixLM scores given continuations only; for tasks that generate use HFLM")
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], max_length: int) -> list[Request]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], max_length: int, add_bos_token: bool = False
+) -> list[Request]:
     """Encode lm-eval's requests of type loglikelihood, in order, split as lm-eval does.
 
     The continuation is what is left behind as many tokens as the context alone has. Where that is nothing (tokens that cross word
     boundaries), it is every token that differs from the context's, and the request is `crossing`.
+
+    `add_bos_token`: each begins with the BOS token, also where the tokenizer puts none there by itself.
 
     Cut to `max_length` as HFLM does: the last max_length + 1 tokens, of which the last is only predicted. Raises
     UserError for continuations without tokens or with more than that, and for a tokenizer with neither BOS nor EOS.
@@ -90,7 +98,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], ma
             "tokenizer_config.json"
         )
     requests = []
-    pairs = _encode_pairs(tokenizer, instances)
+    pairs = _encode_pairs(tokenizer, instances, add_bos_token)
     for instance, (context_ids, continuation_ids, crossing) in zip(instances, pairs, strict=True):
         if not continuation_ids:
             raise _without_tokens(instance)
@@ -108,7 +116,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], ma
 _Pair = tuple[list[int], list[int], bool]
 
 
-def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance]) -> list[_Pair]:
+def _encode_pairs(
+    tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], add_bos_token: bool
+) -> list[_Pair]:
     """Return (context ids, continuation ids, whether a token crosses from one to the other) of every request.
 
     HFLM's rule goes over the requests twice. The first time, the texts that it would encode are only noted; they are
@@ -117,7 +127,7 @@ def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instan
     for instance in instances:
         check_characters(instance.task_name, instance.doc_id, instance.args)
     bulk = _BulkTokenizer(tokenizer)
-    rule = _Encoding(bulk)
+    rule = _Encoding(bulk, add_bos_token)
     rule.loglikelihood(list(instances), disable_tqdm=True)
     bulk.encode_noted()
     for instance in instances:
@@ -139,12 +149,19 @@ class _Encoding(HFLM):
     """Turns (context, continuation) into tokens by HFLM's own rule, with no model behind it."""
 
     # HFLM's defaults, which its constructor would set along with loading a model.
-    add_bos_token = None
     custom_prefix_token_id = None
     enable_thinking = False
 
-    def __init__(self, tokenizer: _BulkTokenizer) -> None:
+    def __init__(self, tokenizer: _BulkTokenizer, add_bos_token: bool) -> None:
         self.tokenizer = tokenizer
+        self.add_bos_token = add_bos_token or None
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """Encode as HFLM does, which has its tokenizer loaded anew so that it adds a BOS token; one that does not gets it here."""
+        tokens: list[int] = super().tok_encode(string, add_special_tokens, **options)
+        if self.add_bos_token and add_special_tokens is None and tokens[:1] != [self.prefix_token_id]:
+            return [self.prefix_token_id, *tokens]
+        return tokens
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list:
         """Hand back the encoded pairs, where HFLM would run its model. Its rule moves white space from the end of the context to

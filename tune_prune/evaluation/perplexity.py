@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
+from tune_prune.data.calibration import begun, text_tokens
 from tune_prune.models.families import family_of
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -52,10 +53,12 @@ def perplexity(
     window: int,
     batch_size: int | None = None,
     residency: Residency = RESIDENT,
+    bos: int | None = None,
 ) -> PerplexityResult:
     """Compute the perplexity of `tokens` (LongTensor [N]) in windows of `window` tokens, at most the model's position limit.
 
-    The first token of each window is context only. `batch_size` windows are run at once (None:
+    The first token of each window is context only: one of the text or, where the model wants one, the token `bos`, in front of
+    window - 1 tokens of the text, all of which are predicted then. `batch_size` windows are run at once (None:
     by device), or a part of them one after the other where `residency` says so (the losses are summed up as if they had been
     together), as it says where weights and hidden states are. An infinite or undefined loss is a result, not an error.
     Raises UserError for fewer than 2 tokens.
@@ -67,11 +70,12 @@ def perplexity(
         raise UserError(f"perplexity_window is {window}; a window needs at least 2 tokens, e.g. 2048")
     runner = LayerRunner(model, family_of(model.config.model_type), residency)
     batch_size = batch_size or windows_at_once(window, model.config, runner.device.type)
-    whole = len(tokens) // window
-    batches = list(tokens[: whole * window].view(whole, window).split(batch_size)) if whole else []
-    rest = tokens[whole * window :]
-    if len(rest) > 1:
-        batches.append(rest[None])
+    length = text_tokens(window, bos)
+    whole = len(tokens) // length
+    batches = list(begun(tokens[: whole * length].view(whole, length), bos).split(batch_size)) if whole else []
+    rest = begun(tokens[whole * length :][None], bos)
+    if rest.shape[1] > 1:
+        batches.append(rest)
     parts = {  # by the batch's number and whether it is its last part
         (number, index, batch is pieces[-1]): batch
         for number, pieces in enumerate(batch.split(residency.at_once(batch_size)) for batch in batches)

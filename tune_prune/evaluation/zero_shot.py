@@ -62,7 +62,7 @@ def build_suite(
     with terminal.step("tasks", lambda: len(set(protocol.tasks)), "tasks") as advance, _quiet():
         for task in _load_tasks(source, protocol):
             check_scored(task.task_name, task.OUTPUT_TYPE, list(task.aggregation()))
-            encoded = iter(encode(tokenizer, task.instances, max_length))
+            encoded = iter(encode(tokenizer, task.instances, max_length, protocol.bos))
             requests: dict[int, list[Request]] = {}
             documents: dict[int, dict[str, Any]] = {}
             for instance in task.instances:

@@ -58,6 +58,9 @@ class Family:
     heads_divide_hidden: bool = False  # its config refuses num_attention_heads that do not divide hidden_size
     # Its config refuses factors of longrope whose number is not that of hidden_size / num_attention_heads, whatever head_dim says.
     longrope_by_heads: bool = False
+    # A BOS token stands in front of every text, as in training: without one a Gemma takes the first tokens for it, and all windows
+    # are of another model (gemma-3-270m in windows of 128 tokens: perplexity 346, with one 46.5).
+    bos: bool = False
 
     def projections(self) -> dict[str, str]:
         """Path inside a layer of each projection of the blocks that are pruned, by role."""
@@ -122,12 +125,23 @@ FAMILIES = {
             ),
             output_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
         ),
+        Family("gemma", bos=True),
+        Family(
+            "gemma3_text",
+            head_norms=("q_norm", "k_norm"),
+            layer_norms=(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            heads_divide_hidden=True,
+            bos=True,
+        ),
     )
 }
 
-
-# Whose models need a BOS token in front of every text, which windows of calibration and perplexity texts do not have.
-NEED_BOS = ("gemma", "gemma2", "gemma3_text")
 
 # What stands before the family's name in the model_type of a pruned checkpoint.
 PRUNED_PREFIX = "tune_prune_"

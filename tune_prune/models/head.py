@@ -24,19 +24,29 @@ MAX_LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 6 << 20}
 
 
 class Head:
-    """The output head of `model`, and the scale that its config has for logits: hidden states [..., H] -> logits [..., V]."""
+    """The output head of `model`, and what its config does to logits: hidden states [..., H] -> logits [..., V]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.projection: nn.Linear = model.get_output_embeddings()
         self.scale: float | None = getattr(model.config, "logits_scaling", None)  # of Granite
+        self.cap: float | None = getattr(model.config, "final_logit_softcapping", None)  # of Gemma
 
     @property
     def vocabulary(self) -> int:
         return len(self.projection.weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.projection(hidden)
-        return logits if self.scale is None else logits.div_(self.scale)  # a second tensor of them is in no plan
+        return self.finished(self.projection(hidden))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """Return logits as the model gives them, made of what the projection gives: in its place, as a second tensor of them is in
+        no plan."""
+        if self.scale is not None:
+            logits = logits.div_(self.scale)
+        if self.cap is not None:
+            logits = logits.div_(self.cap).tanh_()
+            logits = logits * self.cap if logits.requires_grad else logits.mul_(self.cap)  # its gradient reads tanh
+        return logits
 
 
 class NextTokenLosses:

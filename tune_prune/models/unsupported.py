@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune.core.errors import UserError
 from tune_prune.models import families, fused, hub
 from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
-from tune_prune.models.families import ATTENTION, FAMILIES, MLP, NEED_BOS, Family, check_structure
+from tune_prune.models.families import ATTENTION, FAMILIES, MLP, Family, check_structure
 from tune_prune.models.gguf import packages
 
 
@@ -64,17 +64,17 @@ def check_adapter(source: ModelSource) -> None:
 def reason(model: PreTrainedModel) -> str:
     """Return one sentence for the user: which row to add for `model`, or why there can be none."""
     model_type, step = model.config.model_type, f"choose a model of a supported family: {', '.join(FAMILIES)}"
-    if model_type in NEED_BOS:
-        return (
-            f"model type {model_type!r} is not supported: its models need a BOS token in front of every text, and windows of "
-            f"calibration and perplexity texts have none; {step}"
-        )
     row = likely_row(model)
     try:
         fused.take_apart(model, row)
         check_structure(model, row)
     except UserError as error:
         return f"model type {model_type!r} is not supported: {str(error).rpartition(';')[0]}; {step}"
+    if not model._supports_sdpa:
+        return (
+            f"model type {model_type!r} is not supported: its attention does not run on torch's kernel (sdpa), as where scores are "
+            f"capped, and every pass here does; {step}"
+        )
     changed = [f.name for f in fields(Family) if f.name != "model_type" and getattr(row, f.name) != f.default]
     shown = ", ".join([repr(model_type), *(f"{name}={getattr(row, name)!r}" for name in changed)])
     return (
@@ -114,7 +114,7 @@ def likely_row(model: PreTrainedModel) -> Family:
         row.model_type,
         **apart,
         head_norms=tuple(name for name, size in sizes.items() if "norm" in name and size == head_dim),
-        layer_norms=tuple(name for name in row.layer_norms if hasattr(layer, name)),
+        layer_norms=tuple(name for name, part in layer.named_children() if "norm" in name and [*part.parameters()]),
     )
 
 

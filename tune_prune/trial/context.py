@@ -87,6 +87,12 @@ class TrialContext(HeldModel):
     def perplexity_tokens(self) -> torch.Tensor:
         return self.contents.perplexity_tokens(self.loaded.tokenizer, self.loaded.model.config.vocab_size)
 
+    @cached_property
+    def bos(self) -> int | None:
+        """The token that stands in front of every text; None: none. Raises UserError where the tokenizer has not the one that the
+        model wants."""
+        return calibration.bos_of(self.loaded.tokenizer, self.run.protocol.bos, self.run.label)
+
     @property
     def perplexity_window(self) -> int:
         return min(self.run.protocol.perplexity_window, self.loaded.max_length)
@@ -148,7 +154,8 @@ class TrialContext(HeldModel):
 
     def windows(self, samples: Samples, count: int) -> torch.Tensor:
         run = self.run.of(samples)
-        return calibration.samples(self.calibration_tokens(run.calibration), samples.seq_len, count, run.seed)
+        texts = self.calibration_tokens(run.calibration)
+        return calibration.samples(texts, samples.seq_len, count, run.seed, self.bos)
 
     @cached_property
     def cache(self) -> StatisticCache:
@@ -205,5 +212,6 @@ class TrialContext(HeldModel):
             "structure": structure,
             "dtype": self.run.dtype,
             "device": device_key(self.loaded.device),
+            **({"bos": True} if self.run.protocol.bos else {}),
             **more,
         }

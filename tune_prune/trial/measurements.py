@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
+from tune_prune.data.calibration import begun, text_tokens
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.divergence import (
     BLOCK,
@@ -65,7 +66,11 @@ def measure_perplexity(context: TrialContext, recipe: Recipe) -> tuple[Perplexit
         "perplexity",
         "measure",
         lambda halvings: perplexity.perplexity(
-            context.model_of(recipe), tokens, window, residency=replace(context.residency_of(recipe), halvings=halvings)
+            context.model_of(recipe),
+            tokens,
+            window,
+            residency=replace(context.residency_of(recipe), halvings=halvings),
+            bos=context.bos,
         ),
         lambda: context.halvings(at_once, window, context.residency_of(recipe)),
     )
@@ -133,10 +138,13 @@ def measure_kl(
 def _samples(context: TrialContext) -> dict[str, list[Tensor]]:
     """Return what KL is measured on: windows of the perplexity text, and questions with their right answers."""
     text, right = context.perplexity_tokens, context.suite.right_answers()
+    length = text_tokens(context.perplexity_window, context.bos)
     sizes = list(map(len, right))
     most = compared_tokens(sum(sizes), TASK_TOKENS)
     return {
-        "text": list(text[: compared_tokens(len(text), TEXT_TOKENS)].split(context.perplexity_window)),
+        "text": [
+            begun(part[None], context.bos)[0] for part in text[: compared_tokens(len(text), TEXT_TOKENS)].split(length)
+        ],
         "tasks": [
             torch.from_numpy(tokens).long()
             for tokens, before in zip(right, accumulate(sizes, initial=0), strict=False)
@@ -193,7 +201,8 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> tuple[TrialConte
             f"{run.label} cannot be compared with {base.label}, which has another tokenizer; name the model that it was pruned "
             "from with --base"
         )
-    if Head(loaded.model).scale != Head(checkpoint.model).scale:
+    head = Head(loaded.model)
+    if head.scale != Head(checkpoint.model).scale:
         raise UserError(
             f"{run.label} cannot be compared with {base.label}, whose logits are scaled otherwise, as those of a Granite model "
             "in a GGUF file; measure the checkpoint in Hugging Face format"
@@ -206,8 +215,8 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> tuple[TrialConte
             f"{run.label} cannot be compared with {base.label}: their output heads differ in {run.dtype}; name the model that it "
             "was pruned from with --base, or measure in the data type that it was saved in with --dtype"
         )
-    weights, scale = [weight.to(context.loaded.device) for weight in heads[0]], Head(loaded.model).scale or 1
-    return dense, lambda hidden: F.linear(hidden, *weights) / scale
+    weights = [weight.to(context.loaded.device) for weight in heads[0]]
+    return dense, lambda hidden: head.finished(F.linear(hidden, *weights))
 
 
 def _head(loaded: LoadedModel) -> list[Tensor]:

@@ -63,6 +63,7 @@ class StatisticCache:
             "seq_len": samples.seq_len,
             **statistic.key(need),
             **({"structure": self.structure} if self.structure else {}),
+            **({"bos": True} if run.protocol.bos else {}),
         }
 
     def get(self, samples: Samples, need: Need) -> Arrays | None:

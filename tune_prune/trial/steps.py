@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.data.calibration import text_tokens
 from tune_prune.evaluation.divergence import head_inputs, most_rows
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.compensation.recovery import Recovery
@@ -55,7 +56,8 @@ def recovered(context: TrialContext, recipe: Recipe, config: PruningConfig) -> t
     run, length = context.run.of(config), min(recovery.WINDOW, context.loaded.max_length)
     texts = context.calibration_tokens(run.calibration)
     # Sample i is of text i mod k: the most samples of which each text holds its own.
-    most = min(len(texts) * (len(tokens) // length) + text for text, tokens in enumerate(texts))
+    of_text = text_tokens(length, context.bos)
+    most = min(len(texts) * (len(tokens) // of_text) + text for text, tokens in enumerate(texts))
     steps, count = config.recovery_steps, min(recovery.samples_of(config.recovery_steps), most)
     windows = context.windows(replace(config.samples, seq_len=length), count)
     about = {"recovery": config.recovery, "version": recovery.VERSION, "steps": steps, "rate": config.recovery_rate}

@@ -102,8 +102,8 @@ def check(
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    # A bound of tokens, and other calibration texts, are named only where there are some.
-    return {"perplexity_tokens": None, "texts": {}, **identity, **identity["protocol"], "protocol": None}
+    # A bound of tokens, a BOS token, and other calibration texts, are named only where there are some.
+    return {"perplexity_tokens": None, "bos": False, "texts": {}, **identity, **identity["protocol"], "protocol": None}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -109,6 +109,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "texts": [words for name, words in _TEXTS.items() if name in perplexity_texts],
         "windows": sorted({model.window for model in models if model.window}),
         "bounds": sorted({tokens for model in models if (tokens := model.tokens)}),
+        "begun": sorted({one.model.label for one, source in runs if source["protocol"].get("bos")}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
 

@@ -26,6 +26,8 @@ STEMS = {
     "granite": "Granite",
     "phi3": "Phi3",
     "glm4": "Glm4",
+    "gemma": "Gemma",
+    "gemma3_text": "Gemma3Text",
 }
 
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
