@@ -20,6 +20,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 # Of the ways to scale rotary embeddings those in which mlx_lm and transformers agree at every length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu_approx}
 
 
 class ModelArgs(SimpleNamespace):
@@ -33,6 +34,20 @@ class ModelArgs(SimpleNamespace):
         """Return the fields as layer `index` has them; its list `skip` names the blocks that are not there."""
         layers = {int(number): fields for number, fields in self.per_layer_config.items()}
         return ModelArgs(**vars(self) | {"skip": []} | layers.get(index, {}))
+
+
+def is_gemma(args: ModelArgs) -> bool:
+    """Return whether norms multiply by 1 + weight, and embeddings by the root of the hidden size."""
+    return args.model_type in ("tune_prune_gemma", "tune_prune_gemma3_text")
+
+
+class GemmaNorm(nn.RMSNorm):
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, 1 + self.weight, self.eps)
+
+
+def norm(args: ModelArgs, dims: int) -> nn.RMSNorm:
+    return (GemmaNorm if is_gemma(args) else nn.RMSNorm)(dims, eps=args.rms_norm_eps)
 
 
 def scaled(x: mx.array, factor: float) -> mx.array:
@@ -50,11 +65,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(args.hidden_size, self.kv_heads * dim, bias=qkv_bias)
         self.v_proj = nn.Linear(args.hidden_size, self.kv_heads * dim, bias=qkv_bias)
         self.o_proj = nn.Linear(self.heads * dim, args.hidden_size, bias=bias)
-        self.normed = args.model_type == "tune_prune_qwen3"
+        self.normed = args.model_type in ("tune_prune_qwen3", "tune_prune_gemma3_text")
         if self.normed:
-            self.q_norm, self.k_norm = (nn.RMSNorm(dim, eps=args.rms_norm_eps) for _ in range(2))
-        self.scale = getattr(args, "attention_multiplier", dim**-0.5)
+            self.q_norm, self.k_norm = (norm(args, dim) for _ in range(2))
+        self.scale = getattr(args, "attention_multiplier", getattr(args, "query_pre_attn_scalar", dim) ** -0.5)
         rope = args.rope_parameters
+        if "rope_type" not in rope:  # one for each kind of layer
+            rope = rope[args.layer_types[index]]
         if rope["rope_type"] not in ROPE_TYPES:
             raise ValueError(f"rotary embeddings of the type {rope['rope_type']} are not among {', '.join(ROPE_TYPES)}")
         self.rotated = bool(getattr(args, "no_rope_layers", {index: 1})[index])
@@ -76,6 +93,15 @@ class Attention(nn.Module):
             k, v = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, time, -1))
+
+
+class GemmaMLP(MLP):
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args)
+        self.activation = ACTIVATIONS[getattr(args, "hidden_activation", None) or args.hidden_act]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class RemovedBlock(nn.Module):
@@ -100,8 +126,10 @@ class Layer(nn.Module):
         slides = kind == "sliding_attention" or args.model_type == "tune_prune_mistral"
         self.window = args.sliding_window if slides else None
         self.residual_multiplier = getattr(args, "residual_multiplier", 1)
-        self.input_layernorm = nn.RMSNorm(dims, eps=args.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(dims, eps=args.rms_norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = norm(args, dims), norm(args, dims)
+        self.four_norms = args.model_type == "tune_prune_gemma3_text"  # also behind each block
+        if self.four_norms:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(args, dims), norm(args, dims)
         self.attends = "attention" not in widths.skip
         self.self_attn = (
             Attention(widths, index)
@@ -109,12 +137,15 @@ class Layer(nn.Module):
             else RemovedBlock("o_proj", dims, getattr(args, "attention_bias", False))
         )
         self.mlp = (
-            MLP(widths)
+            (GemmaMLP if is_gemma(args) else MLP)(widths)
             if "mlp" not in widths.skip
             else RemovedBlock("down_proj", dims, getattr(args, "mlp_bias", False))
         )
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if self.four_norms:
+            x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask, cache))
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         x = x + scaled(self.self_attn(self.input_layernorm(x), mask, cache), self.residual_multiplier)
         return x + scaled(self.mlp(self.post_attention_layernorm(x)), self.residual_multiplier)
 
@@ -122,10 +153,12 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.embedding_multiplier = getattr(args, "embedding_multiplier", 1)
+        self.embedding_multiplier = (
+            args.hidden_size**0.5 if is_gemma(args) else getattr(args, "embedding_multiplier", 1)
+        )
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = [Layer(args, index) for index in range(args.num_hidden_layers)]
-        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.norm = norm(args, args.hidden_size)
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
@@ -152,7 +185,9 @@ class Model(nn.Module):
         """Token ids [batch, time] -> logits [batch, time, vocabulary]."""
         x = self.model(inputs, cache, input_embeddings)
         logits = self.model.embed_tokens.as_linear(x) if self.args.tie_word_embeddings else self.lm_head(x)
-        return scaled(logits, 1 / getattr(self.args, "logits_scaling", 1))
+        logits = scaled(logits, 1 / getattr(self.args, "logits_scaling", 1))
+        cap = getattr(self.args, "final_logit_softcapping", None)
+        return mx.tanh(logits / cap) * cap if cap else logits
 
     @property
     def layers(self) -> list[Layer]:
