@@ -49,7 +49,8 @@ def family_of(variant: str) -> Family:
 def pruned(
     variant: str, shape: str = "widths", dtype: torch.dtype = torch.float64, **overrides: Any
 ) -> PreTrainedModel:
-    plan = PruningPlan(*SHAPES[shape], target_params=0, removed_params=0, total_params=0)
+    kept = ((part * 2)[: overrides.get("num_hidden_layers", 4)] for part in SHAPES[shape])
+    plan = PruningPlan(*kept, target_params=0, removed_params=0, total_params=0)
     sketch = cut(build_tiny(variant, dtype, **overrides), family_of(variant), plan)
     return compact(sketch, family_of(variant))[0].in_memory()
 

@@ -28,6 +28,14 @@ from tune_prune.checkpoint.gguf.gguf_file import write_gguf
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.surgery import Sketch
 
+# Six layers are needed for one that attends to everything, and the windows are shorter than the prompt.
+GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 6,
+}
+
 # Fields of the configs with which llama.cpp can say the variant at all, by name of the case.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -44,10 +52,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"rms_norm_eps": 0.05}),
     "granite-biases-tied": ("granite-biases-tied", {"rms_norm_eps": 0.05}),
     "phi3": ("phi3", {}),
+    "gemma-tied": ("gemma", {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3-tied-linear-rope": (
+        "gemma3_text",
+        GEMMA3
+        | {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
 }
+ONE_WIDTH = ("smollm3", "gemma-tied", "gemma3", "gemma3-tied-linear-rope")
 # Every case in two shapes, and the architectures that state every layer in all of them.
 WHOLE = ("llama-biases", "qwen3-tied", "granite-biases-tied")
-WRITTEN = [(case, shape) for case in CASES for shape in ("dense", "uniform" if case == "smollm3" else "widths")]
+WRITTEN = [(case, shape) for case in CASES for shape in ("dense", "uniform" if case in ONE_WIDTH else "widths")]
 WRITTEN = list(dict.fromkeys([*WRITTEN, *((case, shape) for case in WHOLE for shape in SHAPES)]))
 
 
@@ -77,6 +99,11 @@ def write(words: Path, tmp_path: Path) -> Callable[..., File]:
     return run
 
 
+class HalfGelu(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x.half().double(), approximate="tanh").half().double()
+
+
 @pytest.mark.parametrize(("case", "shape"), WRITTEN)
 def test_llama_cpp_predicts_as_the_model(case: str, shape: str, byte_level: Path, tmp_path: Path):
     """A prompt at once, then token by token."""
@@ -84,11 +111,17 @@ def test_llama_cpp_predicts_as_the_model(case: str, shape: str, byte_level: Path
     vocabulary, then, times = 272, 5, 4
     model = pruned(variant, shape, vocab_size=vocabulary, **overrides)
     write_gguf(Sketch.of(model), family_of(variant), byte_level, tmp_path / "model.gguf", torch.float32)
+    tolerance = 2e-5
+    if "gemma" in case:
+        # On CPUs llama.cpp looks GELU up in a table of half precision, where a number may fall on the other side of a step.
+        tolerance = 1e-3
+        for layer in model.model.layers:
+            layer.mlp.act_fn = HalfGelu()
     ids = torch.randint(262, (1, 24), generator=torch.Generator().manual_seed(2))
     whole = torch.cat([ids, torch.full((1, times), then)], dim=1)
     expected = torch.log_softmax(model(whole).logits[0, -times - 1 :], dim=-1).numpy()
     found = LlamaCpp(tmp_path / "model.gguf").log_probabilities(ids[0].tolist(), then, times, vocabulary)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(found, expected, atol=tolerance)
 
 
 ARCHITECTURE_OF = {
@@ -116,11 +149,13 @@ def test_stock_architecture_where_it_fits(case: str, shape: str, write: Callable
     assert len(said) == (file.architecture in ("deci", "openelm"))  # layers that differ: who else reads that?
 
 
-def test_families_have_an_architecture_for_layers_alike_and_all_but_smollm3_one_for_others():
+def test_families_have_an_architecture_for_layers_alike_and_most_have_one_for_others():
     assert set(ARCHITECTURES) <= set(FAMILIES)
     assert {family_of(variant).model_type for variant, _ in CASES.values()} == set(ARCHITECTURES)
     assert not any(known[0].per_layer for known in ARCHITECTURES.values())
-    assert {name for name, known in ARCHITECTURES.items() if not known[-1].per_layer} == {"smollm3"}
+    assert {name for name, known in ARCHITECTURES.items() if not known[-1].per_layer} == {
+        *("smollm3", "gemma", "gemma3_text")
+    }
 
 
 def test_half_precision_is_of_matrices_only(write: Callable[..., File]):

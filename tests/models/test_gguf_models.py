@@ -14,10 +14,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import tune_prune
+from tests.checkpoint.test_gguf_vocab import sentence_pieces
 from tests.conftest import build_tiny
 from tests.models.conftest import SIZES, saved, tokenizer
 from tests.search_folders import data_folder
@@ -66,6 +67,62 @@ def test_what_is_read_is_what_was_written_and_what_transformers_reads(variant: s
     assert read.tokenizer.eos_token == "<|endoftext|>"
     again = AutoTokenizer.from_pretrained(read.source.location)
     assert again(TEXT)["input_ids"] == read.tokenizer(TEXT)["input_ids"]
+
+
+@pytest.fixture
+def gemma(cache: Path, tmp_path: Path) -> tuple[PreTrainedModel, Path, Path]:
+    """A small Gemma 3 with both kinds of layers, a tokenizer as Gemma's (no space before a text), and the file of both."""
+    pieces = sentence_pieces([("t", "h"), ("th", "e"), ("▁", "the")])
+    pieces.normalizer, pieces.pre_tokenizer = (
+        normalizers.Replace(" ", "▁"),
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=pieces, **special).save_pretrained(tmp_path / "pieces")
+    sizes = {
+        "num_hidden_layers": 6,
+        "head_dim": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 300,
+    }
+    kinds = {"layer_types": [*["sliding_attention"] * 5, "full_attention"], "query_pre_attn_scalar": 256}
+    model = build_tiny("gemma3_text", torch.float32, tie_word_embeddings=True, **sizes, **kinds)
+    return model, tmp_path / "pieces", saved(model, tmp_path / "pieces", tmp_path / "gemma.gguf")
+
+
+def test_a_gemma_is_read_as_it_was_written_and_as_transformers_reads_it(gemma):
+    """Files hold norms' weights + 1."""
+    model, pieces, file = gemma
+    read, plain = (
+        load(file),
+        AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32),
+    )
+    assert same_weights(read.model, plain) and read.model.config.layer_types == model.config.layer_types
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(read.model(ids).logits, model(ids).logits, atol=1e-4, rtol=0)
+    text, written = "the mat the\nsea  the 2", PreTrainedTokenizerFast.from_pretrained(pieces)
+    assert read.tokenizer(text)["input_ids"] == written(text)["input_ids"]
+    assert read.tokenizer.bos_token_id == written.bos_token_id == read.tokenizer(text)["input_ids"][0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("tokenizer.ggml.add_space_prefix", True, "puts a space before a text .*, and transformers' never does"),
+        ("gemma3.attention.key_length", 128, "its heads are of several sizes"),
+        ("gemma3.final_logit_softcapping", 30.0, "sets gemma3.final_logit_softcapping to 30.0"),
+    ],
+)
+def test_a_gemma_that_would_be_another_is_refused(gemma, tmp_path, setting, value, says):
+    def change(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+        kind = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}[
+            type(value)
+        ]
+        settings[setting] = value, kind, kind
+
+    with pytest.raises(UserError, match=says):
+        load(rewritten(gemma[2], tmp_path / "other.gguf", change))
 
 
 def rewritten(file: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:

@@ -7,6 +7,8 @@
     smollm3        no                       SmolLM3 without biases, every fourth layer without rotary embedding
     deci           yes                      Llama, Mistral, Granite, Phi-3 and Qwen2, with all their biases
     openelm        yes                      Qwen3 without biases, with tied embeddings
+    gemma          no                       Gemma with tied embeddings, without biases
+    gemma3         no                       Gemma 3 without biases, every sixth layer attending to everything
 
 Granite is Llama with a scale in four places. They are written into the weights and the epsilon of the norms (`Scales`), since
 llama.cpp's own graph of it has one width for all layers.
@@ -14,7 +16,7 @@ llama.cpp's own graph of it has one width for all layers.
 Phi-3 with its fused projections apart is Llama where it rotates whole heads and slides no window. llama.cpp's own graph of it has
 one width for all layers.
 
-Source: llama.cpp, src/models/{llama,qwen2,qwen3,smollm3,deci,openelm}.cpp and load_hparams in src/llama-model.cpp.
+Source: llama.cpp, src/models/{llama,qwen2,qwen3,smollm3,deci,openelm,gemma,gemma3}.cpp and load_hparams in src/llama-model.cpp.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Architecture:
     frequencies: bool = False  # reads a factor for each rotary frequency
     fused: bool = False  # q, k and v are one matrix
     tied: bool = False  # the embedding is the output head
+    centred: bool = False  # norms multiply by what the file says, where the model's do by 1 more than their weight
+    slides: bool = False  # attends in windows, to everything in every sixth layer
 
 
 _ALL = frozenset({"query", "key", "value", "output", "gate", "up", "down"})
@@ -54,6 +58,8 @@ _QWEN2 = Architecture("qwen2", biases=frozenset({"query", "key", "value"}), squa
 _QWEN3 = Architecture("qwen3")
 _SMOLLM3 = Architecture("smollm3", pairs=True)
 _OPENELM = Architecture("openelm", per_layer=True, fused=True, tied=True)
+_GEMMA = Architecture("gemma", tied=True, centred=True)
+_GEMMA3 = Architecture("gemma3", centred=True, slides=True)
 
 # In order of preference, by the family's model type.
 ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
@@ -64,6 +70,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "smollm3": (_SMOLLM3,),
     "granite": (_LLAMA, _DECI),
     "phi3": (_LLAMA, _DECI),
+    "gemma": (_GEMMA,),
+    "gemma3_text": (_GEMMA3,),
 }
 
 # Rotary parameters that llama.cpp has as constants in these architectures.
@@ -72,6 +80,9 @@ _ONE_WIDTH = "has one width for all layers"
 _UNIFORM_HELPS = "search with --shape uniform, or "
 # Least and most of Granite's scales that are written: the epsilon of norms is divided by the square of one.
 _SCALES = (1e-6, 1e6)
+# Of Gemma 3 every such layer attends to everything, windows have this rotary embedding, and models of so many layers another scale
+# than their head size's, whatever a file says.
+_WHOLE, _WINDOW_THETA, _OTHER_SCALE = 6, 10_000.0, 62
 _UNROTATED = 4  # of SmolLM3 every such layer has no rotary embedding, whatever a file says
 
 
@@ -156,8 +167,13 @@ def check_config(config: PretrainedConfig) -> None:
             f"GGUF files are written of {', '.join(ARCHITECTURES)} models, and this is a {config.model_type} model; save it with "
             "--format hf or --format hf-padded"
         )
-    if config.hidden_act != "silu":
-        raise _unsupported(f"hidden_act is {config.hidden_act!r}, its graphs support only 'silu'")
+    centred, slides = (getattr(ARCHITECTURES[config.model_type][0], name) for name in ("centred", "slides"))
+    activation, known = _activation(config), "gelu_pytorch_tanh" if centred else "silu"
+    if activation != known:
+        raise _unsupported(f"hidden_act is {activation!r}, its graphs support only {known!r}")
+    if slides:
+        _check_windows(config)
+        return
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     if window is not None and slides and window < config.max_position_embeddings:
@@ -165,7 +181,7 @@ def check_config(config: PretrainedConfig) -> None:
             f"sliding_window is {window}, less than max_position_embeddings ({config.max_position_embeddings}), and its "
             "graphs for this family attend to everything"
         )
-    rope: dict[str, Any] = config.rope_parameters
+    rope = rope_of(config)
     rope_types = ("default", "linear", "llama3", "yarn")
     if rope["rope_type"] not in rope_types:
         raise _unsupported(
@@ -187,6 +203,34 @@ def check_config(config: PretrainedConfig) -> None:
             raise _unsupported(
                 f"{key} is {value}; its graph has no scales, and weights hold one between {least:g} and {most:g}"
             )
+
+
+def rope_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the rotary embedding of layers that attend to everything."""
+    rope: dict[str, Any] = config.rope_parameters
+    return rope.get("full_attention", rope)
+
+
+def _activation(config: PretrainedConfig) -> str:
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def _check_windows(config: PretrainedConfig) -> None:
+    """Raise UserError where a Gemma 3 is another than its graph computes."""
+    kinds = [
+        "sliding_attention" if (index + 1) % _WHOLE else "full_attention" for index in range(len(config.layer_types))
+    ]
+    rope, in_windows = rope_of(config), config.rope_parameters["sliding_attention"]
+    for wrong, reason in (
+        (config.layer_types != kinds, f"layer_types is not a full_attention in every {_WHOLE}th layer"),
+        (config.num_hidden_layers == _OTHER_SCALE, f"of {_OTHER_SCALE} layers it scales attention otherwise"),
+        (config.query_pre_attn_scalar != config.head_dim, "query_pre_attn_scalar is not head_dim"),
+        (config.final_logit_softcapping is not None, "final_logit_softcapping is set"),
+        (rope["rope_type"] not in ("default", "linear"), f"rope_type is {rope['rope_type']!r}"),
+        (in_windows != {"rope_type": "default", "rope_theta": _WINDOW_THETA}, f"sliding layers have {in_windows}"),
+    ):
+        if wrong:
+            raise _unsupported(f"{reason}, which its graph for this family does not know")
 
 
 def check_shape(config: PretrainedConfig, shape: str) -> None:
@@ -226,5 +270,5 @@ def _problems(architecture: Architecture, model: PreTrainedModel, family: Family
     biased = {role for layer in layers for role, path in paths if parameter(layer, f"{path}.bias") is not None}
     if biased - architecture.biases:
         yield f"has no place for biases of {', '.join(sorted(biased - architecture.biases))} projections"
-    if model.config.rope_parameters["rope_type"] == "llama3" and not architecture.frequencies:
+    if rope_of(model.config)["rope_type"] == "llama3" and not architecture.frequencies:
         yield "does not read the frequency factors of rope_type 'llama3'"

@@ -6,7 +6,8 @@ token):
 - deci has no place for the output bias of attention that is gone: the MLP before it adds the bias instead;
 - openelm needs both blocks in every layer: one head of zeros, or 32 channels of zeros, stand in;
 - llama, deci and smollm3 rotate neighbouring rows of a head, transformers rows half a head apart: rows of q and k change places;
-- Granite's multipliers are in the weights (`architecture.Scales`).
+- Granite's multipliers are in the weights (`architecture.Scales`);
+- Gemma's norms multiply by 1 + weight, and files hold that sum.
 
 Sizes: H hidden, K KV heads, g query heads per KV head, d head dim, M MLP channels; matrices are [out, in], as in torch.
 Norms and biases are float32 always. A quantised file wants rows (the M columns of down, the K*g*d of o) of whole blocks
@@ -21,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import gguf
 import numpy as np
@@ -39,6 +40,7 @@ from tune_prune.checkpoint.gguf.architecture import (
     head,
     is_tied,
     parameter,
+    rope_of,
 )
 from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
 from tune_prune.checkpoint.layers import LayerWidths, widths
@@ -75,6 +77,7 @@ class FileTensor:
     added: bool = False
     pair_heads: int = 0  # over 0: so many heads, of which row i and row i + d/2 become neighbours
     scale: float = 1.0
+    plus: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,6 +94,8 @@ class FileTensor:
         stacked = torch.stack([value.float() for value in values]).sum(0) if self.added else torch.cat(values)
         if self.scale != 1:
             stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mul_(self.scale)
+        if self.plus:
+            stacked = stacked.float() + self.plus
         if self.pair_heads:  # [heads, 2 halves, d/2, ...] -> [heads, d/2, 2, ...]
             stacked = stacked.unflatten(0, (self.pair_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         written = stacked.to(dtype).contiguous()
@@ -169,7 +174,8 @@ def write_gguf(
 
 def file_tensors(model: PreTrainedModel, family: Family, architecture: Architecture) -> list[FileTensor]:
     """Return every tensor of the file of a pruned model, in order; the model may be on the meta device."""
-    return list(_tensors(model, family, architecture, widths(model, family), _scales(model, family)))
+    tensors = _tensors(model, family, architecture, widths(model, family), _scales(model, family))
+    return [replace(one, plus=float(architecture.centred and one.name.endswith("norm.weight"))) for one in tensors]
 
 
 def _scales(model: PreTrainedModel, family: Family) -> Scales:
@@ -212,11 +218,13 @@ def _add_sizes(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
+    if architecture.slides:
+        writer.add_sliding_window(model.config.sliding_window)
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
     """Write the rotary embedding, but for rope_type 'llama3', which is a tensor (`_frequencies`)."""
-    rope: dict[str, Any] = config.rope_parameters
+    rope = rope_of(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -251,7 +259,7 @@ def _tensors(
     yield FileTensor("output_norm.weight", (cast(torch.Tensor, norm.weight),), scale=scales.last_norm)
     if not is_tied(model):
         yield FileTensor("output.weight", (head(model),))
-    if model.config.rope_parameters["rope_type"] == "llama3":
+    if rope_of(model.config)["rope_type"] == "llama3":
         yield FileTensor("rope_freqs.weight", (_frequencies(model.config),))
     for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         behind = layers[index + 1] if index + 1 < len(layers) and not sizes[index + 1].kv_heads else None
@@ -275,6 +283,8 @@ def _attention(
         yield from _projection(role, projection, heads.get(role, 0), query_scale if role == "query" else 1.0)
     for name in family.head_norms:
         yield _norm(f"attn_{name}", layer, f"{family.attention}.{name}")
+    for norm in family.output_norms[:1]:
+        yield _norm("post_attention_norm", layer, norm)
 
 
 def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, head_dim: int) -> Iterator[FileTensor]:
@@ -293,8 +303,10 @@ def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, 
 def _mlp(layer: nn.Module, behind: nn.Module | None, family: Family, size: LayerWidths) -> Iterator[FileTensor]:
     """Yield the tensors of an MLP; `behind` is the next layer if its attention is gone: this MLP adds the output bias that may be
     left of that."""
-    norm = _norm("ffn_norm", layer, family.layer_norms[1])
+    norm = _norm("ffn_norm", layer, [name for name in family.layer_norms if name not in family.output_norms][1])
     yield norm
+    for name in family.output_norms[1:]:
+        yield _norm("post_ffw_norm", layer, name)
     if size.channels:
         linear = family.linears(layer)
         yield from _projection("gate", linear["gate"])

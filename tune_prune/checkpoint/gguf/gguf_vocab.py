@@ -209,6 +209,8 @@ def _prefixes_space(folder: Path, state: dict[str, Any]) -> bool:
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
     normalizer, pre = state["normalizer"], state["pre_tokenizer"]
+    if normalizer == replace and pre and pre["type"] == "Split" and pre["pattern"] == {"String": " "}:
+        pre = None  # of Gemma: no space is left to split at
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     if pre is None and steps in ([replace], [prepend, replace]):
         return len(steps) == 2

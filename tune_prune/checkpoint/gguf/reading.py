@@ -89,5 +89,5 @@ def _maker(stored: ReaderTensor, tensor: FileTensor, start: int, part: torch.Ten
     all."""
     if tensor.added and start:
         return partial(torch.zeros, part.shape)
-    make = convert.dequantised(stored, tensor.pair_heads)
+    make = convert.dequantised(stored, tensor.pair_heads, tensor.plus)
     return lambda: make()[start : start + part.shape[0]] / tensor.scale

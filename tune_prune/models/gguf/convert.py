@@ -168,7 +168,8 @@ def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> d
         if (shape := tuple(reversed(tensor.shape.tolist()))) != tuple(p.shape):
             raise _unread(file, f"{stored} is {list(shape)}, not {list(p.shape)} as by its header")
         heads = turned.get(module.rpartition(".")[2], 0) if header.ARCHITECTURES[about.architecture] else 0
-        made[name] = dequantised(tensor, heads)
+        # Gemma's norms multiply by 1 + weight, and files hold that sum.
+        made[name] = dequantised(tensor, heads, float(about.architecture == "gemma3" and "norm" in module))
     if left:
         raise _unread(file, f"{min(left)} has no place in the model that its header describes")
     return made
@@ -178,15 +179,16 @@ def _unread(file: Path, what: str) -> UserError:
     return UserError(f"GGUF file {file} cannot be read: {what}; give the model in Hugging Face format")
 
 
-def dequantised(tensor: gguf.ReaderTensor, heads: int) -> Any:
-    """Return a function that gives the tensor in float32; with `heads`, rows 2i and 2i + 1 of each go half a head apart."""
+def dequantised(tensor: gguf.ReaderTensor, heads: int, less: float = 0.0) -> Any:
+    """Return a function that gives the tensor in float32, `less` a number; with `heads`, rows 2i and 2i + 1 of each go half a head
+    apart."""
 
     def make() -> torch.Tensor:
         rows = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
         values = np.empty((len(rows), int(tensor.shape[0])), np.float32)
         for start in range(0, len(rows), _ROWS):
             values[start : start + _ROWS] = gguf.dequantize(rows[start : start + _ROWS], tensor.tensor_type)
-        tensor_values = torch.from_numpy(values).view(*reversed(tensor.shape.tolist()))
+        tensor_values = torch.from_numpy(values).view(*reversed(tensor.shape.tolist())).sub_(less)
         return tensor_values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else tensor_values
 
     return make

@@ -19,7 +19,8 @@ from tune_prune.models.families import FAMILIES
 from tune_prune.models.weight_files import check_pointers
 
 # Architecture -> whether rows of q and k that turn together are neighbours (transformers has them half a head apart).
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "gemma3": False}
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # transformers' name of an architecture, where it is another
 
 # Settings of an architecture that transformers makes a config of, or that change nothing, and others that are looked at here.
 _WHOLE = (
@@ -30,6 +31,8 @@ _READ: dict[str, type] = {
     **dict.fromkeys(_WHOLE, int),
     "rope.freq_base": float, "attention.layer_norm_rms_epsilon": float, "attention.causal": bool, "tensor_data_layout": str,
 }  # fmt: skip
+_SLIDE = {"gemma3"}  # architectures of which a window (attention.sliding_window) is read, too
+_GEMMA_HEAD = 256  # of every Gemma 3 but the one of 27B, whose attention has a scale that no file states
 _OTHERS: dict[str, type] = {
     "split.count": int, "tokenizer.ggml.model": str, "tokenizer.ggml.pre": str, "tokenizer.ggml.add_space_prefix": bool,
 }  # fmt: skip
@@ -116,9 +119,11 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     arch, known = header.architecture, ", ".join(ARCHITECTURES)
     if values.get("general.type", "model") != "model":
         return f"it holds no model but a part of one (general.type {values['general.type']!r:.60})"
-    if arch not in ARCHITECTURES or arch not in FAMILIES:
+    family = FAMILIES.get(MODEL_TYPES.get(arch, arch))
+    if arch not in ARCHITECTURES or family is None:
         return f"its architecture {arch!r:.60} is none of those that are read ({known})"
-    for name, expected in {**{f"{arch}.{setting}": of for setting, of in _READ.items()}, **_OTHERS}.items():
+    read = _READ | ({"attention.sliding_window": int} if arch in _SLIDE else {})
+    for name, expected in {**{f"{arch}.{setting}": of for setting, of in read.items()}, **_OTHERS}.items():
         if name in values and type(values[name]) is not expected:
             return f"it sets {name} to {values[name]!r:.60}, which is no {_KINDS[expected]}"
     if values.get("split.count", 0) > 1:
@@ -135,12 +140,12 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     for name, value in values.items():
         prefix, _, setting = name.partition(".")
         neutral = value in _NEUTRAL and value is not True  # which is equal to 1
-        if prefix == arch and setting not in _READ and not neutral:
+        if prefix == arch and setting not in read and not neutral:
             return f"it sets {name} to {value!r:.60}, which transformers does not read from such a file"
     heads, hidden = values.get(f"{arch}.attention.head_count"), values.get(f"{arch}.embedding_length")
     if heads is None or hidden is None or heads < 1:
         return f"it does not say the sizes of its layers ({arch}.attention.head_count is {heads!r})"
-    if FAMILIES[arch].heads_divide_hidden and hidden % heads:
+    if family.heads_divide_hidden and hidden % heads:
         return f"its {heads} heads do not divide the hidden size of {hidden}, as transformers' {arch} models want it"
     usual = {"rope.dimension_count": hidden // heads} if arch == "llama" else {}
     of_heads = ("rope.dimension_count", "attention.key_length", "attention.value_length")
@@ -150,17 +155,19 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     tokenizer, split = values.get("tokenizer.ggml.model", "none"), values.get("tokenizer.ggml.pre", "not stated")
     if tokenizer not in ("gpt2", "llama"):
         return f"it has no tokenizer that transformers reads (tokenizer.ggml.model {tokenizer!r})"
-    if tokenizer == "gpt2" and split not in _SPLITS[arch]:
+    if arch == "gemma3" and header.head_dim != _GEMMA_HEAD:
+        return f"its heads are of {header.head_dim}, not {_GEMMA_HEAD}, and it does not say the scale of its attention"
+    if tokenizer == "gpt2" and split not in _SPLITS.get(arch, ()):
         return f"its tokenizer splits texts in a way that is not known here (tokenizer.ggml.pre {split!r})"
     if tokenizer == "gpt2" and split in _BEGINS and "tokenizer.ggml.add_bos_token" not in values:
         return (
             f"it does not say whether a text begins with a BOS token (tokenizer.ggml.add_bos_token): with its tokenizer, "
             f"{split!r}, it does in llama.cpp, and not in transformers"
         )
-    if tokenizer == "llama" and not values.get("tokenizer.ggml.add_space_prefix", True):
-        return (
-            "its tokenizer puts no space before a text (tokenizer.ggml.add_space_prefix), and transformers' always does"
-        )
+    spaced = arch != "gemma3"
+    if tokenizer == "llama" and values.get("tokenizer.ggml.add_space_prefix", True) is not spaced:
+        puts, does = ("no", "always") if spaced else ("a", "never")
+        return f"its tokenizer puts {puts} space before a text (tokenizer.ggml.add_space_prefix), and transformers' {does} does"
     for kind, tensor in {tensor.tensor_type: tensor for tensor in header.tensors.values()}.items():
         try:
             gguf.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
