@@ -67,12 +67,24 @@ GEMMA3: dict[str, Any] = {  # of both kinds of layers, with windows that are sho
     "sliding_window": 5,
     "query_pre_attn_scalar": 8,
 }
+SCALED_BY_POSITION: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.3,
+}
 
 # Every family as it is, and what its config can switch on: more biases, tied embeddings, sliding windows.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in FAMILIES} | {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "mistral-sliding": ("mistral", {"sliding_window": 5}),
+    "ministral3": ("ministral3", {"rope_parameters": SCALED_BY_POSITION}),
+    "ministral3-sliding-tied": (
+        "ministral3",
+        {"rope_parameters": SCALED_BY_POSITION, "sliding_window": 5, "tie_word_embeddings": True},
+    ),
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     "qwen3-biases-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"pad_token_id": None, "no_rope_layers": [1, 1, 0, 1]}),

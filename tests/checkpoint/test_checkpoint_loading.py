@@ -75,11 +75,19 @@ def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, reque
 @pytest.mark.parametrize(
     ("family", "kind"),
     # Gemma 3 has two, which its variants scale.
-    [*zip(FAMILIES, ["yarn", "dynamic", "linear", "llama3", "longrope", "yarn", "longrope", "linear"], strict=False)],
+    [
+        *zip(
+            FAMILIES,
+            ["yarn", "dynamic", "yarn", "linear", "llama3", "longrope", "yarn", "longrope", "linear"],
+            strict=False,
+        )
+    ],
 )
 def test_scaled_rotary_frequencies_come_back(family, kind, tmp_path):
     """Each kind reads the config in its own way when a model is loaded; dynamic ones also where a text is longer than the limit."""
     more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    if family == "ministral3":
+        more = {"llama_4_scaling_beta": 0.1}
     if kind == "longrope":
         more = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
     limit = 16

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama-biases", {}),
     "llama-tied": ("llama-tied", {}),
     "mistral": ("mistral", {}),
+    "ministral3": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}}),
     "qwen2": ("qwen2", {}),
     "qwen2-heads-fill-hidden": ("qwen2", {"head_dim": 4}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -66,7 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-ONE_WIDTH = ("smollm3", "gemma-tied", "gemma3", "gemma3-tied-linear-rope")
+ONE_WIDTH = ("smollm3", "ministral3", "gemma-tied", "gemma3", "gemma3-tied-linear-rope")
 # Every case in two shapes, and the architectures that state every layer in all of them.
 WHOLE = ("llama-biases", "qwen3-tied", "granite-biases-tied")
 WRITTEN = [(case, shape) for case in CASES for shape in ("dense", "uniform" if case in ONE_WIDTH else "widths")]
@@ -133,6 +134,7 @@ ARCHITECTURE_OF = {
     ("qwen3-tied", "uniform"): "qwen3",
     ("qwen3-tied", "no MLP"): "openelm",
     ("smollm3", "uniform"): "smollm3",
+    ("ministral3", "uniform"): "mistral3",
     ("granite", "uniform"): "llama",
     ("granite-biases-tied", "no attention"): "deci",
     ("phi3", "uniform"): "llama",
@@ -154,7 +156,7 @@ def test_families_have_an_architecture_for_layers_alike_and_most_have_one_for_ot
     assert {family_of(variant).model_type for variant, _ in CASES.values()} == set(ARCHITECTURES)
     assert not any(known[0].per_layer for known in ARCHITECTURES.values())
     assert {name for name, known in ARCHITECTURES.items() if not known[-1].per_layer} == {
-        *("smollm3", "gemma", "gemma3_text")
+        CASES[case][0] for case in ONE_WIDTH
     }
 
 

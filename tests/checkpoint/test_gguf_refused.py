@@ -29,6 +29,11 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "longrope": ("phi3-longrope-tied", "dense", {}, "rope_type is 'longrope', its graphs for this family support default"),
     "a scale of 0": ("granite", "dense", {"logits_scaling": 0.0}, r"logits_scaling is 0\.0; its graph has no scales, and"),
     "a scale below 0": ("granite", "widths", {"residual_multiplier": -0.5}, r"is -0\.5; .* one between 1e-06 and 1e\+06"),
+    "Ministral-3 whose layers differ": ("ministral3", "widths", {}, r"mistral3 has one width .*search with --shape uniform, or"),
+    "sliding Ministral-3": ("ministral3-sliding-tied", "dense", {}, r"sliding_window is 5, less than"),
+    "queries scaled by position without yarn": ("ministral3", "dense", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.3}},
+        r"queries are scaled by their position .* for 'yarn' alone"),
     "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs support only 'silu'"),
     "dynamic rope": ("llama", "dense", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
                      r"rope_type is 'dynamic', its graphs for this family support default, linear, llama3, yarn"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.search_folders import in_hub_cache
-from tune_prune.checkpoint.save import base_license, copy_license_files
+from tune_prune.checkpoint.save import LICENSE_FILES, base_license, copy_files
 from tune_prune.models.catalog import ModelSource, resolve
 
 OTHER = "---\nlicense: other\nlicense_name: acme-1\nlicense_link: LICENSE.md\ntags: [x]\n---\n# Acme\n"
@@ -47,7 +47,7 @@ def test_licence_texts_are_copied(tmp_path: Path) -> None:
     for name in ("LICENSE.md", "NOTICE", "config.json"):
         (model / name).write_text(name, encoding="utf-8")
     (model / "LICENSES").mkdir()
-    copy_license_files(folder_source(model, OTHER), checkpoint)
+    copy_files(folder_source(model, OTHER), checkpoint, LICENSE_FILES)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["LICENSE.md", "NOTICE"]
 
 

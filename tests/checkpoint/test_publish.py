@@ -12,7 +12,7 @@ import tune_prune
 from tests.search_folders import in_hub_cache, model_folder
 from tune_prune.checkpoint.card import CARD
 from tune_prune.checkpoint.licenses import check_license
-from tune_prune.checkpoint.save import copy_license_files
+from tune_prune.checkpoint.save import LICENSE_FILES, copy_files
 from tune_prune.commands.option_kinds import Repository
 from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import resolve
@@ -90,5 +90,5 @@ def test_licence_texts_of_a_hub_model_come_along(tmp_path: Path, monkeypatch: py
     in_hub_cache(base, tmp_path / "hub", "acme/base")
     (tmp_path / "out").mkdir()
     for repo in ("acme/base", "acme/never-seen"):  # tests are offline
-        copy_license_files(resolve(repo), tmp_path / "out")
+        copy_files(resolve(repo), tmp_path / "out", LICENSE_FILES)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["LICENSE.txt"]

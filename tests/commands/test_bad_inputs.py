@@ -55,7 +55,11 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     "config a list": (lambda folder: (folder / "config.json").write_text("[1]"), ["config.json", "no model_type"]),
     "other family": ({"model_type": "gpt2"}, ["'gpt2'", "not supported", "qwen2"]),
     "misspelt family": ({"model_type": "llamaa"}, ["did you mean 'llama'?"]),
-    "images, too": ({"model_type": "mistral3"}, ["'mistral3' is not supported", "(mistral) as one of its parts"]),
+    "images, too": ({"model_type": "llava"}, ["'llava' is not supported", "(llama) as one of its parts"]),
+    "images, too, of a family that is not pruned": (
+        {"model_type": "mistral3", "text_config": {"model_type": "mamba"}},
+        ["'mamba' is not supported", "has no model.layers"],
+    ),
     "no language model": ({"model_type": "t5"}, ["'t5' is not supported", "no causal language model"]),
     "text for a size": ({"hidden_size": "big"}, ["hidden_size", "'big'"]),
     "no layers": ({"num_hidden_layers": 0}, ["num_hidden_layers 0", "at least 1"]),

@@ -89,7 +89,7 @@ def test_costs_follow_the_formulas(tiny, variant):
     assert geometry.group_cost == (group,) * 4 and geometry.channel_cost == (channel,) * 4
     assert geometry.kv_heads == (4,) * 4 and geometry.mlp_width == (40,) * 4
     assert geometry.last_group_extra == ((2 * d,) * 4 if variant.startswith(("qwen3", "gemma3")) else (0,) * 4)
-    both_kinds = "gemma3" in variant or ("sliding" in variant and variant != "mistral-sliding")
+    both_kinds = "gemma3" in variant or ("sliding" in variant and not variant.startswith(("mistral", "ministral3")))
     stay = (0, 2) if both_kinds else (0,)  # the first layer of each attention type
     assert geometry.cache_layers == stay
     everything = 4 * (4 * group + 40 * channel + geometry.last_group_extra[0])

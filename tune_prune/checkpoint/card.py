@@ -39,6 +39,9 @@ CARD, PICTURE = "README.md", "layers.png"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 UNKNOWN = "–"
 QUANTISED = "Q4_K_M"  # llama.cpp's usual choice
+AUTO_WRAPPER = (
+    "AutoModelForImageTextToText"  # loads a model with a language model inside; AutoModelForCausalLM knows few
+)
 _VLLM_HEAD = 32  # the smallest head size that vLLM's attention takes
 
 
@@ -90,6 +93,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         license_entries=yaml.safe_dump(licence, sort_keys=False, width=10**6).strip(),
         measured_on=measured_on(manifest),
         name=hub_id or manifest.base.label,
+        auto=AUTO_WRAPPER if "text_config" in saved_config(folder) else "AutoModelForCausalLM",
         own_classes="auto_map" in saved_config(folder),  # names classes that lie beside it
         padded="padded" in manifest.sizes,
         picture_text=picture_text(manifest, geometry),
@@ -131,12 +135,26 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
     trust = ", trust_remote_code=True" if own_classes else ""
     write = f'pipeline("text-generation", {json.dumps(where)}{trust})'
     code = f'from transformers import pipeline; print({write}("Once upon a time"))'
+    if wrapper := "text_config" in config:  # no pipeline of transformers takes text alone to such a model
+        auto, tokenizer = (
+            f"{kind}.from_pretrained({json.dumps(where)}{trust})" for kind in (AUTO_WRAPPER, "AutoTokenizer")
+        )
+        code = (
+            f"from transformers import {AUTO_WRAPPER}, AutoTokenizer; model, tokenizer = {auto}, {tokenizer}; "
+            'print(tokenizer.decode(model.generate(**tokenizer("Once upon a time", return_tensors="pt"))[0]))'
+        )
     commands = [("try", shlex.join(["python", "-c", code]))]
     bare = [str(place) for place, layer in enumerate(about.saved_layers) if not about.plan.kept_groups[layer]]
     if bare and about.format == "hf":
         layers = f"layer{'s' * (len(bare) > 1)} {', '.join(bare)}"
         why = f"not with vLLM, as {layers} lost all attention: save it with --format vllm"
         return [*commands, ("serve", why)]
+    if wrapper and own_classes:
+        return [
+            *commands,
+            ("serve", "not tried with vLLM, as its layers differ beside a vision tower: search with --shape uniform"),
+        ]
+    config = config.get("text_config", config)
     if (
         config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
     ) >= _VLLM_HEAD:

@@ -22,9 +22,10 @@ from tune_prune.models import fused
 from tune_prune.models.families import LAYER_LISTS, Family, decoder_layers
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel
-from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, LANGUAGE_MODELS, RemovedBlock
+from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, LANGUAGE_MODELS, WRAPPERS, RemovedBlock
 from tune_prune.models.registration import MODEL_FILE, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
+from tune_prune.models.wrapper import Surroundings, name_in_wrapper
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.padding import zero_filled
 from tune_prune.pruning.surgery import Sketch
@@ -215,6 +216,31 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
     return Sketch(built.eval().requires_grad_(False), weights)
 
 
+def surrounded(saved: Sketch, around: Surroundings) -> Sketch:
+    """Return a model (of `as_saved`) inside the wrapper that its dense model came in: of the same class where the model is of the
+    family's own, else of an own class."""
+    whole, text = around.model.config, saved.model.config.to_dict()
+    fields, config_class, model_class = _plain(whole), type(whole), type(around.model)
+    if "per_layer_config" in text:
+        register()
+        model_class = WRAPPERS[whole.model_type]
+        config_class = cast(Any, model_class.config_class)
+        fields["auto_map"] = auto_map(whole.model_type)
+        for name in ("auto_map", "model_file"):  # mlx_lm takes no model out of a wrapper
+            del text[name]
+    config = config_class.from_dict(fields | {"text_config": text})
+    with torch.device("meta"):
+        built = cast(PreTrainedModel, cast(Any, model_class)._from_config(config, dtype=saved.model.dtype))
+    built.tie_weights()
+    built.generation_config = copy.deepcopy(saved.model.generation_config)
+    names = {name_in_wrapper(name): name for name in saved.weights}
+
+    def find(name: str) -> torch.Tensor:
+        return saved.weights[names[name]] if name in names else around.weights[name]
+
+    return Sketch(built.eval().requires_grad_(False), LazyWeights({**names, **around.weights}, find))
+
+
 def least_widths(config: PretrainedConfig, family: Family, fmt: str) -> tuple[int, int]:
     """Return how many KV groups and MLP channels every layer has at least in the files of a format; zeros stand in for lost ones.
 
@@ -269,13 +295,13 @@ class Sizes:
     macs_per_token: int
 
 
-def sizes(model: PreTrainedModel, family: Family) -> Sizes:
-    """Return the sizes of `model`, whose layers may have lost blocks."""
+def sizes(model: PreTrainedModel, family: Family, around_params: int = 0) -> Sizes:
+    """Return the sizes of `model`, whose layers may have lost blocks, with so many parameters of a wrapper around it."""
     params = list(model.parameters())  # each once, however many modules share it
     layers = decoder_layers(model, family)
     return Sizes(
-        params=sum(p.numel() for p in params),
-        weight_bytes=sum(p.nbytes for p in params),
+        params=sum(p.numel() for p in params) + around_params,
+        weight_bytes=sum(p.nbytes for p in params) + around_params * model.dtype.itemsize,
         kv_bytes_per_token=sum(
             linear.out_features * linear.weight.dtype.itemsize for layer in layers for linear in family.cached(layer)
         ),

@@ -201,13 +201,14 @@ def weight_file(path: Path) -> WeightFile:
     return WeightFile(size, state.hexdigest())
 
 
-def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig, file: Path | None = None) -> None:
-    """Raise UserError unless `config` and the weight files of `folder`, hashed whole, are those that the manifest describes.
-    `file`: the GGUF file that `config` was made from, if it was one."""
+def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig, source: ModelSource) -> None:
+    """Raise UserError unless `config`, read from `source`, and the weight files of `folder`, hashed whole, are those that the
+    manifest describes."""
+    file = source.file
     if manifest.format == "gguf" and file is None:
         files = ", ".join(str(folder / name) for name in manifest.files)
         raise UserError(f"{folder} holds a checkpoint for llama.cpp; name its GGUF file itself: --model {files}")
-    _check_config(folder, manifest, config, file.name if file else "config.json")
+    _check_config(folder, manifest, config, source)
     for path in weight_files.files(folder) if file is None else []:
         if path.name not in manifest.files:
             raise _differs(folder, f"{path.name} would be loaded, which the manifest does not list")
@@ -224,15 +225,15 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise _differs(folder, f"the content of {name} has changed (its SHA-256 differs)")
 
 
-def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, where: str) -> None:
-    dense, plan = manifest.base.model_type, manifest.plan
+def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, source: ModelSource) -> None:
+    dense, plan, where = manifest.base.model_type, manifest.plan, source.file.name if source.file else "config.json"
     padded = manifest.format == "hf-padded"
     known = (dense,) if padded else (PRUNED_PREFIX + dense, dense)
     if config.model_type not in known and manifest.format != "gguf":  # where Mistral models are llama's
         raise _differs(
             folder, f"{where} is that of a {config.model_type} model, the manifest that of a pruned {dense} model"
         )
-    family, geometry = loading.config_geometry(config)
+    family, geometry = loading.config_geometry(config, source)
     sizes = list(zip(geometry.kv_heads, geometry.mlp_width, strict=True))
     groups, channels = least_widths(config, family, manifest.format)
     kept = [
@@ -287,7 +288,7 @@ def verify(source: ModelSource, config: PretrainedConfig) -> Manifest | None:
                 _download(source, name)
             except Exception as error:  # as above
                 raise unsupported.unavailable(source, error, name) from error
-    check_checkpoint(folder, about, config, source.file)
+    check_checkpoint(folder, about, config, source)
     return about
 
 

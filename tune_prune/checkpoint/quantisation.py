@@ -33,9 +33,9 @@ def name_of(kind: str | None) -> str | None:
     return kind.upper() if kind in GGUF_KINDS else kind
 
 
-def check(kind: str | None, fmt: str, shape: str) -> None:
+def check(kind: str | None, fmt: str, shape: str, around_params: int = 0) -> None:
     """Raise UserError unless a checkpoint of format `fmt`, pruned in `shape`, can be quantised to `kind` with what is installed;
-    None: it is not quantised."""
+    None: it is not quantised. `around_params`: of a wrapper around the language model."""
     if kind is None:
         return
     if (fmt == "gguf") != (kind in GGUF_KINDS):
@@ -45,6 +45,10 @@ def check(kind: str | None, fmt: str, shape: str) -> None:
         raise UserError(
             f"--quantize {kind} makes a model smaller, and --format hf-padded fills it up with zeros; take --format hf, with "
             "--shape uniform where no own classes can be loaded"
+        )
+    if kind in FOLDER_KINDS and around_params:
+        raise UserError(
+            f"--quantize {kind} is for models of text alone, and this one has a language model beside a vision tower; leave it out"
         )
     if kind == "int4" and (alignment(shape) or 1) % 32:
         raise UserError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any
 import huggingface_hub
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
 from tune_prune import __version__
 from tune_prune.checkpoint import card, generation_speed, layers, licenses, manifest, quantisation
@@ -43,13 +42,15 @@ from tune_prune.trial.recipe import Recipe
 # Of a model card's metadata (https://huggingface.co/docs/hub/model-cards); name and link describe a license "other".
 LICENSE_KEYS = ("license", "license_name", "license_link")
 LICENSE_FILES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+# By which AutoProcessor makes inputs of images and text.
+PROCESSOR_FILES = ("*processor_config.json", "chat_template.json")
 SHARD_BYTES = 5 * 10**9
 # What may be in the folder of a checkpoint: nothing else is replaced together with it.
 WRITTEN = (
     manifest.MANIFEST, "README.md", "layers.png", "config.json", "generation_config.json", "*_tune_prune.py",
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*-pruned*.gguf", *LICENSE_FILES,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken",
-    "chat_template.*", "additional_chat_templates",
+    "chat_template.*", "additional_chat_templates", *PROCESSOR_FILES,
 )  # fmt: skip
 RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
@@ -83,10 +84,12 @@ def save_checkpoint(
     plan, family = recipe.plan, dense.family
     layers.check_plan(plan, dense)
     with renamed_at_the_end(folder, overwrite) as work:
-        copy_license_files(dense.source, work)  # first, as a network may fail
+        whole = dense.around is not None and fmt != "gguf"  # which holds the language model alone
+        copy_files(dense.source, work, LICENSE_FILES + PROCESSOR_FILES * whole)  # first, as a network may fail
         pruned, dropped = layers.compact(recipe.sketch(dense), family)
         _check_float16(dense, pruned)
-        rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned.model, family)}
+        around = dense.geometry.around_params * whole
+        rows = {"dense": sizes(dense.model, family, around), "pruned": sizes(pruned.model, family, around)}
         notes = recipe.notes(about.config)
         if fmt == "gguf":
             saved = pruned
@@ -94,7 +97,7 @@ def save_checkpoint(
         else:
             saved = layers.as_saved(pruned, dense.model, family, dense.geometry, fmt)
             write_hf(dense, saved, work, shard_bytes, quantize)
-            stored = sizes(saved.model, family)
+            stored = sizes(saved.model, family, around)
             if fmt == "hf-padded" or stored != rows["pruned"]:
                 rows["padded"] = stored
             notes += _filled_blocks(plan, dropped, layers.least_widths(dense.model.config, dense.family, fmt))
@@ -189,25 +192,31 @@ def check_folder(folder: Path, overwrite: bool) -> None:
 def write_hf(
     dense: loading.LoadedModel, saved: Sketch, folder: Path, shard_bytes: int, kind: str | None = None
 ) -> None:
-    """Write config, class files, weights and tokenizer of a model (of layers.as_saved) to `folder`; with `kind`, one of
-    quantisation.FOLDER_KINDS, its matrices in fewer bits. `dense`: what it was made from, which need not have its weights."""
+    """Write config, class files, weights and tokenizer of a model (of layers.as_saved) to `folder`, inside the wrapper that the
+    dense model came in; with `kind`, one of quantisation.FOLDER_KINDS, its matrices in fewer bits. `dense`: what it was made from,
+    which need not have its weights."""
     saved = Sketch(*fused.put_together(saved.model, saved.weights, dense.family))
+    language_model = saved.model
+    called: Mapping[str, str] = {}
+    if dense.around is not None:
+        saved = layers.surrounded(saved, dense.around)
+        if type(saved.model) is type(dense.around.model):  # else its names are those of its class
+            called = dense.around.stored
     saved.model.save_pretrained(folder, state_dict={})  # takes the class files along where there are any
     if kind is None:
-        weight_files.write_weights(folder, saved.model, saved.weights, shard_bytes)
+        weight_files.write_weights(folder, saved.model, saved.weights, shard_bytes, called=called)
     else:
         from tune_prune.checkpoint import quantised_folder  # its library is needed for these kinds only
 
         stored = quantised_folder.quantise(saved.model, saved.weights, kind)
         weight_files.write_weights(folder, saved.model, stored.weights, shard_bytes, stored.tensors)
         _change_json(folder / "config.json", {"quantization_config": stored.config})
-    if type(saved.model) is type(dense.model):
+    if type(language_model) is type(dense.model):
         _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)  # safetensors writes them for their owner alone
     _write_tokenizer(dense, folder, stock="auto_map" not in saved.model.config.to_dict())
-    with torch.device("meta"):
-        again = AutoModelForCausalLM.from_config(saved.model.config, trust_remote_code=False)
+    again = loading.meta_model(saved.model.config)
     if kind is None:
         weight_files.check_weights(folder, again)
 
@@ -221,15 +230,21 @@ def _add_older_names(path: Path) -> None:
     """State what transformers 5 has renamed under its older names, too: whatever reads the family's configs without it would
     take rope_theta, or the part of a head that is rotated, for its default and go silently wrong. transformers 5 reads both."""
     values = json.loads(path.read_text(encoding="utf-8"))
-    changes = {"torch_dtype": values["dtype"]}
-    kinds = values.get("rope_parameters") or {}
-    rope = dict(kinds.get("full_attention", kinds))
-    if "sliding_attention" in kinds:
-        changes["rope_local_base_freq"] = kinds["sliding_attention"]["rope_theta"]
-    if "rope_theta" in rope:
-        changes |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-        changes["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    changes = {"torch_dtype": values["dtype"], **_older_rope(values)}
+    if "text_config" in values:
+        changes["text_config"] = values["text_config"] | _older_rope(values["text_config"])
     _change_json(path, changes)
+
+
+def _older_rope(values: dict[str, Any]) -> dict[str, Any]:
+    kinds = values.get("rope_parameters") or {}
+    rope = dict(kinds.get("full_attention", kinds))  # Gemma 3 has two
+    if "rope_theta" not in rope:
+        return {}
+    older = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    older["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    local = {"rope_local_base_freq": kinds["sliding_attention"]["rope_theta"]} if "sliding_attention" in kinds else {}
+    return older | local
 
 
 def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> None:
@@ -317,24 +332,22 @@ def base_license(source: ModelSource) -> dict[str, str]:
     return entries
 
 
-def copy_license_files(source: ModelSource, folder: Path) -> None:
-    """Copy the licence texts beside the weights of a folder's or a hub's model into the checkpoint `folder`; those of the hub as
-    far as it can be reached."""
+def copy_files(source: ModelSource, folder: Path, patterns: Sequence[str]) -> None:
+    """Copy files beside the weights of a folder's or a hub's model, such as licence texts, into the checkpoint `folder`; those of
+    the hub as far as it can be reached."""
     if source.kind == "hub":
         try:
             revision = (
                 hub.commit(source.location, source.revision) or source.revision
             )  # else the cache's main branch moves
-            place = huggingface_hub.snapshot_download(
-                source.location, revision=revision, allow_patterns=list(LICENSE_FILES)
-            )
+            place = huggingface_hub.snapshot_download(source.location, revision=revision, allow_patterns=list(patterns))
         except (OSError, ValueError):  # no network, and not cached before
             return
     elif source.kind == "folder":
         place = source.location
     else:
         return
-    for pattern in LICENSE_FILES:
+    for pattern in patterns:
         for path in Path(place).glob(pattern):
             if path.is_file() and path.suffix != ".py":  # nor a folder LICENSES/, as some projects have it
                 shutil.copyfile(path, folder / path.name)

@@ -96,7 +96,7 @@ class Model:
             run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
         recorded = None if self.manifest is None else self.manifest.source
         window = perplexity_window or (recorded or run).protocol.perplexity_window
-        family, self.geometry = loading.config_geometry(self.hf_config)
+        family, self.geometry = loading.config_geometry(self.hf_config, self._source)
         run = replace(run, protocol=replace(run.protocol, perplexity_window=window, bos=family.bos))
         self.run, self.label, self.params = run, run.label, self.geometry.total_params
         self.gguf, self.found_as, self.file = self._source.gguf, self._source.found_as, self._source.file
@@ -116,7 +116,8 @@ class Model:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model itself, a torch module in eval mode. Nothing may change its weights: pruned models share them."""
+        """The model itself, a torch module in eval mode; of one that reads images, too, the language model inside. Nothing may
+        change its weights: pruned models share them."""
         return self.loaded().model
 
     @documented("prune")
@@ -217,11 +218,11 @@ class Model:
     def _base_memory(self, window: int, tokens: int, row: int) -> StageMemory:
         """Plan the memory that the pass over the base model takes beside this one."""
         config, streamed = loading.load_config(self.base), readable_in_place(self.base)
-        shapes = Shapes(loading.config_geometry(config)[1], config, self._shapes.itemsize, self.device)
+        shapes = Shapes(loading.config_geometry(config, self.base)[1], config, self._shapes.itemsize, self.device)
         stages = shapes.evaluation(0, window, tokens, row, way=Residency(from_files=streamed))
         kl = next(stage for stage in stages if stage.stage == "kl")
         # The whole base model stands in place of a pruned copy.
-        return kl if streamed else replace(kl, held=shapes.geometry.total_params * shapes.itemsize)
+        return kl if streamed else replace(kl, held=shapes.geometry.language_params * shapes.itemsize)
 
     def _ways_to_save(self, dtype: torch.dtype, whole: bool) -> list[Residency]:
         """List the ways to save: from memory, where the model is there in `dtype`, and a tensor at a time from its files, unless it
@@ -435,7 +436,7 @@ class PrunedModel:
             format=format, dtype=dtype, shard_gb=shard_gb, overwrite=overwrite, measure=measure, quantize=quantize
         )
         checked("prune", asked | {"upload": upload, "public": public})
-        quantisation.check(quantize, format, self.config.shape)
+        quantisation.check(quantize, format, self.config.shape, self.dense.geometry.around_params)
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
         if upload is not None:

@@ -180,7 +180,9 @@ def _models(plan: Plan) -> list[Row]:
     if len(plan.models) == 1:
         (model,) = plan.models
         going = [f"{model.targets[ratio]:,}" + f" ({100 * ratio:.4g}%)" * (len(ratios) > 1) for ratio in ratios]
-        return [("model", f"{model.geometry.total_params:,} parameters, {' or '.join(going)} of them to go")]
+        around = model.geometry.around_params
+        inside = f" ({around:,} around its language model, which stay)" if around else ""
+        return [("model", f"{model.geometry.total_params:,} parameters{inside}, {' or '.join(going)} of them to go")]
     head = ("", "parameters", *(f"to go, {100 * ratio:.4g}%" for ratio in ratios), "memory a trial")
     table = aligned([head, *(_row(model, ratios) for model in plan.models)])
     return [("models" if index == 0 else "", line) for index, line in enumerate(table)]

@@ -113,7 +113,8 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     from tune_prune.checkpoint import quantisation
     from tune_prune.checkpoint.layers import padded_params
 
-    quantisation.check(options.get("quantize"), fmt, request.config.shape)  # before hours of statistics
+    # Before hours of statistics.
+    quantisation.check(options.get("quantize"), fmt, request.config.shape, dense.geometry.around_params)
     if fmt == "gguf":
         from tune_prune.checkpoint.gguf.architecture import check_shape
 

@@ -117,7 +117,12 @@ def _shrink(args: argparse.Namespace) -> None:
 
     with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
         plan = make_plan(settings, args.gpu)
-    quantisation.check(args.quantize, target.format, plan.models[0].shapes[0])
+    (model,) = plan.models
+    quantisation.check(args.quantize, target.format, model.shapes[0], model.geometry.around_params)
+    if target is TARGETS["mlx"] and model.geometry.around_params:
+        raise UserError(
+            f"mlx_lm takes no language model out of {model.run.label}, which reads images, too; leave --for mlx out"
+        )
     folder = _folder(args, plan)
     say(plan_page.summary(plan, details=False))
     say(

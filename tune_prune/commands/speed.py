@@ -125,7 +125,7 @@ def _in_transformers(args: argparse.Namespace) -> Measured:
             f"note         measured with its weights dequantised from {kind}: as fast and as large as before quantisation"
         )
     speeds = generation_speed.measure(models, args.prompt_tokens, args.new_tokens, BATCH, args.repeats)
-    rows = {name: layers.sizes(model, loaded.family) for name, model in models.items()}
+    rows = {name: layers.sizes(model, loaded.family, loaded.geometry.around_params) for name, model in models.items()}
     return speeds, rows, f"transformers {transformers.__version__}"
 
 

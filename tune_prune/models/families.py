@@ -100,6 +100,7 @@ FAMILIES = {
     for family in (
         Family("llama", heads_divide_hidden=True),
         Family("mistral"),
+        Family("ministral3"),
         Family("qwen2"),
         Family("qwen3", head_norms=("q_norm", "k_norm")),
         Family("smollm3"),

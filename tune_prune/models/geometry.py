@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,8 @@ def check_sizes(values: Mapping[str, Any], location: str) -> None:
     """Raise UserError where `values`, the config.json of the model at `location`, state a size far beyond every model's: to build
     its shape would take hours, or all memory."""
     for name, value in values.items():
+        if isinstance(value, dict):
+            check_sizes(value, location)  # of a part: text_config, vision_config
         most = MAX_LAYERS if re.search("layers?$|depth$", name) and "window" not in name else MAX_SIZE
         if type(value) is int and value > most:
             raise UserError(
@@ -50,10 +52,22 @@ class Geometry:
     cache_layers: tuple[int, ...]  # layers that keep a KV group: the first of each attention type, so always layer 0
     uniform_kv_heads: tuple[int, ...] = ()  # KV heads that a plain config can state for all layers at once, ascending
     whole_attention: tuple[int, ...] = ()  # parameters of each layer outside its MLP where attention stays whole
+    around_params: int = (
+        0  # of `total_params`: those around the language model (models/wrapper.py), which no plan touches
+    )
 
     @property
     def num_layers(self) -> int:
         return len(self.kv_heads)
+
+    @property
+    def language_params(self) -> int:
+        """Parameters of the language model, which alone is loaded, run and pruned."""
+        return self.total_params - self.around_params
+
+    def within(self, around_params: int) -> Geometry:
+        """Return the geometry of this language model inside a model that has so many parameters around it."""
+        return replace(self, total_params=self.total_params + around_params, around_params=around_params)
 
     @property
     def prunable_params(self) -> int:

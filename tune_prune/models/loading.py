@@ -23,6 +23,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -45,6 +46,7 @@ from tune_prune.models.gguf import files as gguf_files
 from tune_prune.models.runner import devices, spread
 from tune_prune.models.runner.layer_weights import LazyWeights, bring
 from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.models.wrapper import Surroundings, is_wrapper, language_config, name_in_wrapper, outside
 
 WIDE = ("float32", "float64", "F32")  # of `stored_as`: what bfloat16 would round
 
@@ -65,7 +67,8 @@ CONFIG_SIZES = (
 
 @dataclass
 class LoadedModel:
-    """A dense model in memory. Nothing may change its weights: pruned copies share its tensors."""
+    """A dense model in memory; of a wrapper the language model inside. Nothing may change its weights: pruned copies share its
+    tensors."""
 
     source: ModelSource
     model: PreTrainedModel
@@ -73,6 +76,7 @@ class LoadedModel:
     family: Family
     geometry: Geometry
     residency: Residency = RESIDENT  # where its weights are; with weights elsewhere `model` is on the meta device
+    around: Surroundings | None = None  # of a wrapper
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +134,14 @@ def set_up_gpu() -> None:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """Return the model's config; of a GGUF file its folder is filled. Raises UserError, also for a family that is not supported."""
+    """Return the config of the model, of a wrapper that of the language model inside; of a GGUF file its folder is filled. Raises
+    UserError, also for a family that is not supported."""
+    return language_config(whole_config(source))
+
+
+def whole_config(source: ModelSource) -> PretrainedConfig:
+    """Return what config.json says as a whole: of a wrapper its own config, around that of its language model. Raises UserError as
+    `load_config`."""
     if source.file is not None:
         convert.ensure(source.file, Path(source.location))
     where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
@@ -150,14 +161,17 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             family_of(values["model_type"])
         if values["model_type"].startswith(PRUNED_PREFIX):
             registration.register()  # ours, so that none of the code in the folder is run
-        elif values.get("per_layer_config"):
+        elif values.get("per_layer_config") or (values.get("text_config") or {}).get("per_layer_config"):
             raise UserError(
                 f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
                 f"not follow in {values['model_type']} models; it was pruned by another tool: give the original model, or a "
                 "checkpoint of tune_prune"
             )
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False, **_RUN)
+        if is_wrapper(config):
+            _complete_inside(config, values)
         for name in _RUN_OTHERWISE:
+            language_config(config).__dict__.pop(name, None)
             config.__dict__.pop(name, None)
         family = _family(config)
         place = hub.folder(source.location, source.revision) if source.kind == "hub" else Path(source.location)
@@ -168,7 +182,9 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
         raise unsupported.unavailable(source, error, "config.json") from error
-    stated = config.to_dict()  # a pruned config does not give away as an attribute what differs between its layers
+    stated = language_config(
+        config
+    ).to_dict()  # a pruned config does not give away as an attribute what differs between its layers
     wrong = [name for name in CONFIG_SIZES if not isinstance(size := stated.get(name), int) or size < 1]
     if wrong:
         raise UserError(
@@ -178,13 +194,26 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     return config
 
 
+def _complete_inside(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
+    """Have the text_config of a wrapper's `config` say what is said once, for the whole: `values` are those of config.json."""
+    text = type(config.text_config).from_dict(config.text_config.to_dict(), **_RUN)
+    text.name_or_path = config.name_or_path
+    text.dtype = config.dtype = config.dtype or text.dtype
+    # transformers follows the whole's alone; one that is left out there has a default that need not be the language model's.
+    text.tie_word_embeddings = values.get("tie_word_embeddings", text.tie_word_embeddings)
+    config.tie_word_embeddings = text.tie_word_embeddings
+    config.text_config = text
+
+
 def _family(config: PretrainedConfig) -> Family:
     """Return the row of the config's family. Raises UserError, with the reason, for a family that has none."""
-    if config.model_type in FAMILIES or config.model_type.startswith(PRUNED_PREFIX):
-        return family_of(config.model_type)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    text = language_config(config)
+    if text.model_type in FAMILIES or text.model_type.startswith(PRUNED_PREFIX):
+        return family_of(text.model_type)
+    inside = text is config and getattr(config, "text_config", None) is not None
+    if inside or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(unsupported.no_language_model(config))
-    raise UserError(unsupported.reason(meta_model(config)))
+    raise UserError(unsupported.reason(meta_model(text)))
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -221,19 +250,33 @@ def _tokenizer_class(source: ModelSource) -> Any:
     return PreTrainedTokenizerFast if named in ("PreTrainedTokenizerFast", "TokenizersBackend") else AutoTokenizer
 
 
-def config_geometry(config: PretrainedConfig) -> tuple[Family, Geometry]:
-    """Return family and geometry from a config alone. Raises UserError for a config that describes no such model."""
+def config_geometry(config: PretrainedConfig, source: ModelSource | None = None) -> tuple[Family, Geometry]:
+    """Return family and geometry of a language model from its config alone; with its `source` also what stands around it is
+    counted. Raises UserError for a config that describes no such model."""
     family, model = _family(config), meta_model(config)
     fused.take_apart(model, family)
-    return family, read_geometry(model, family)
+    geometry = read_geometry(model, family)
+    if source is not None and (whole := _around(source, config)) is not config:
+        geometry = geometry.within(sum(p.numel() for p in outside(meta_model(whole)).values()))
+    return family, geometry
+
+
+def _around(source: ModelSource, config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the wrapper around a language model whose `config` was read from `source`; without one that itself."""
+    folder = Path(source.location) if source.kind != "hub" else hub.folder(source.location, source.revision)
+    assert folder is not None, "load_config has read its config.json"
+    stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config if stated["model_type"] == config.model_type else whole_config(source)
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model of a config, as its files have it, without its memory, on torch's meta device. Raises UserError where it
     cannot be built."""
     try:
+        auto: Any = AutoModelForImageTextToText if is_wrapper(config) else AutoModelForCausalLM
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
+        return model
     except Exception as error:  # whatever a modelling file trips over
         raise UserError(
             f"config.json of {config.name_or_path} describes no model that can be built ({unsupported.cause(error)}); download the "
@@ -258,7 +301,7 @@ def check_weights(source: ModelSource, config: PretrainedConfig, needed: bool = 
     if folder is not None and quantised.about(folder) is not None:
         return  # its manifest has their checksums
     if folder is not None and ((local and needed) or weight_files.are_here(folder)):
-        weight_files.check_weights(folder, meta_model(config), source.location)
+        weight_files.check_weights(folder, meta_model(_around(source, config)), source.location)
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
@@ -300,7 +343,8 @@ def _opened(
     """Return a model whose parameters are on the meta device, and its weights, which are read when they are asked for. `in_place`:
     raise UserError for weights that can only be loaded as a whole."""
     transformers_logging.disable_progress_bar()
-    config = load_config(source)
+    whole = whole_config(source)
+    config = language_config(whole)
     family = family_of(config.model_type)
     if device == "cuda":
         set_up_gpu()
@@ -325,13 +369,24 @@ def _opened(
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
             setattr(generation, name, getattr(generation, name) and None)  # no longer True; False and None stay
     model.eval().requires_grad_(False)
+    around = None
     if (about := quantised.about(folder)) is not None:
         stored = quantised.weights(folder, model, about, dtype)
-    else:
+    elif whole is config:
         stored = _stored_weights(weight_files.check_weights(folder, model, source.location, in_place), dtype)
+    else:
+        wrapper = meta_model(whole)
+        places = weight_files.check_weights(folder, wrapper, source.location, in_place)
+        others = _stored_weights({name: places[name] for name in outside(wrapper)}, dtype)
+        around = Surroundings(wrapper, others, {name: spelling for name, (_, spelling) in places.items()})
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        stored = _stored_weights({name: places[name_in_wrapper(name)] for name in names}, dtype)
     rows = fused.take_apart(model, family)
     stored = fused.parts(stored, model, rows)
-    return LoadedModel(source, model, tokenizer, family, read_geometry(model, family)), stored
+    geometry = read_geometry(model, family)
+    if around is not None:
+        geometry = geometry.within(around.params)
+    return LoadedModel(source, model, tokenizer, family, geometry, around=around), stored
 
 
 def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:

@@ -27,7 +27,7 @@ from tune_prune.models.gguf import packages
 
 def check_quantisation(values: Mapping[str, Any], location: str) -> None:
     """Raise UserError where `values`, the config.json of the model at `location`, say that its weights are quantised."""
-    about = values.get("quantization_config")
+    about = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")
     if about:
         method = about.get("quant_method") if isinstance(about, dict) else None
         raise UserError(

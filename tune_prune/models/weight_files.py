@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import struct
 import zipfile
 from collections import Counter
@@ -40,6 +41,14 @@ _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }  # in safetensors' words
+
+# What names of parameters began with before transformers 4.52, in models that have a language model inside; its
+# conversion_mapping.py has these as "llava", "LlavaModel" and "SiglipVisionModel". Files of the hub have them, and what 5 saves.
+_OLDER = {
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.vision_tower.": "vision_tower.vision_model.",
+}
 
 # Where a tensor is: its file, and its name there.
 Place = tuple[Path, str]
@@ -76,9 +85,7 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None, in_pl
     places: dict[str, Place] = {}
     left, modules = set(tensors), set()
     for parameter, known in names.items():
-        spelt = [
-            spelling for name_of in known for spelling in (name_of, name_of.removeprefix("model."))
-        ]  # some leave it out
+        spelt = [spelling for name_of in known for spelling in _spellings(name_of)]
         left -= {*spelt}
         modules |= {spelling.rpartition(".")[0] for spelling in spelt}
         stored = [spelling for spelling in dict.fromkeys(spelt) if spelling in tensors]
@@ -94,6 +101,9 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None, in_pl
             places |= dict.fromkeys(known, (path, stored[0]))
         else:
             wrong.append(f"{known[0]} is {list(shape)} instead of {list(parameter.shape)}")
+    # What transformers leaves unread in files of this model: heads that predict several tokens at once.
+    unread = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    left = {spelling for spelling in left if not any(pattern.search(spelling) for pattern in unread)}
     unused = sorted(spelling for spelling in left if spelling.endswith((".weight", ".bias")))
     # What stands beside a weight is its scale, its zero points or, in its place, its codes.
     if parts := [one for one in left.difference(unused) if any(one.startswith(f"{module}.") for module in modules)]:
@@ -102,6 +112,12 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None, in_pl
         others = f", and {len(wrong) - 1:,} more such tensors" if len(wrong) > 1 else ""
         raise UserError(f"the weights of {name} do not fit its config.json: {wrong[0]}{others}; {_AGAIN}")
     return places
+
+
+def _spellings(name: str) -> list[str]:
+    """Return the names under which files may have a parameter; some leave out what all names begin with."""
+    older = [before + name.removeprefix(now) for now, before in _OLDER.items() if name.startswith(now)]
+    return [name, name.removeprefix("model."), *older]
 
 
 def _quantised(name: str, what: str) -> UserError:
@@ -223,12 +239,15 @@ def write_weights(
     weights: Mapping[str, torch.Tensor],
     shard_bytes: int,
     tensors: Mapping[str, torch.Tensor] | None = None,
+    called: Mapping[str, str] | None = None,
 ) -> None:
     """Write `weights` for the parameters of `model` (on the meta device) to `folder`, in files of `shard_bytes` at most: byte for
     byte what transformers' save_pretrained writes of that model in memory. Takes the memory of one tensor, where safetensors'
     own functions want all of a file; its format: github.com/huggingface/safetensors. `tensors`: what is stored in their place, by
-    names of `weights`."""
+    names of `weights`. `called`: other names of parameters in the files."""
     tensors = tensors or dict(model.named_parameters())
+    own_names = {(called or {}).get(name, name): name for name in tensors}
+    tensors = {name: tensors[own] for name, own in own_names.items()}
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda p: p.nbytes,
@@ -251,7 +270,7 @@ def write_weights(
             with (folder / file_name).open("wb") as file:
                 file.write(struct.pack("<Q", len(text)) + text)
                 for name in sorted(names):
-                    tensor = weights[name].to("cpu").contiguous()
+                    tensor = weights[own_names[name]].to("cpu").contiguous()
                     assert (tensor.shape, tensor.dtype) == (tensors[name].shape, tensors[name].dtype), name
                     file.write(tensor.view(-1).view(torch.uint8).numpy().data)
                     advance(1)

@@ -54,6 +54,7 @@ class Recipe:
         and it is not made `for_training`, its MLPs are filled up (pruning.padding)."""
         sketch, elsewhere = self.sketch(dense), dense.residency.weights is not None
         params = sum(p.numel() for p in sketch.model.parameters())  # before it is filled up
+        params += dense.geometry.around_params
         if not for_training and dense.device.type in padding.MULTIPLE:
             sketch = padding.pad(sketch, dense.family, padding.MULTIPLE[dense.device.type])
         if elsewhere and not dense.residency.pruned_whole:

@@ -191,7 +191,7 @@ class Shapes:
         backward = any(work.backward for _, work in passes)
         process = PROCESS_BYTES[self.device] + any(work.adapter_rank for _, work in passes) * GRAPH_BYTES[self.device]
         # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
-        outside = self.geometry.total_params - sum(self.geometry.layer_params)
+        outside = self.geometry.language_params - sum(self.geometry.layer_params)
         weights = (outside + self._on_one(self.geometry.layer_params)) * self.itemsize
         plans = []
         for way in WAYS:
@@ -284,7 +284,7 @@ class Shapes:
         filled = self.itemsize * self.geometry.hidden_size * self._m if padding else 0
         layers = self.geometry.layer_params
         if way.from_files:
-            left, reading = self.geometry.total_params - removed_params, sum(self._ends)
+            left, reading = self.geometry.language_params - removed_params, sum(self._ends)
         else:  # what is removed may all be on other GPUs
             left, reading = min(sum(layers) - removed_params, self._on_one(layers)), 0
         return StageMemory("pruning", str(RESIDENT), left * self.itemsize + padding, max(filled, reading))

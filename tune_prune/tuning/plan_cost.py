@@ -77,7 +77,7 @@ def cost_of(plan: Plan, finished: Collection[str], store: ArtifactStore) -> Cost
                 label=model.run.label,
                 arithmetic=arithmetic,
                 device=device,
-                weight_bytes=model.geometry.total_params * getattr(torch, model.run.dtype).itemsize,
+                weight_bytes=model.geometry.language_params * getattr(torch, model.run.dtype).itemsize,
                 speed=speed,
                 passes=dict(list(passes.items())[:trials]),  # an adaptive trial visits one seq_len at most
                 baseline=model.run.label not in measured,

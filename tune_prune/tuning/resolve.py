@@ -179,7 +179,7 @@ def dense_model(settings: SearchSettings, name: str, fast: Callable[[], bool]) -
     dtype = settings.dtype or loading.default_dtype(loading.stored_as(source, config), fast)
     run = model_run(settings, name, source, dtype)
     manifest.require_dense(source, config)
-    (family, geometry), tokenizer = loading.config_geometry(config), loading.load_tokenizer(source)
+    (family, geometry), tokenizer = loading.config_geometry(config, source), loading.load_tokenizer(source)
     calibration.bos_of(tokenizer, family.bos, source.label)
     run = replace(run, protocol=replace(run.protocol, bos=family.bos))
     return DenseModel(source, run, config, geometry, tokenizer)

@@ -4,6 +4,7 @@
     llama          no                       Llama, Mistral, Granite, Phi-3
     qwen2          no, heads fill H         Qwen2
     qwen3          no                       Qwen3 without biases
+    mistral3       no                       Ministral-3
     smollm3        no                       SmolLM3 without biases, every fourth layer without rotary embedding
     deci           yes                      Llama, Mistral, Granite, Phi-3 and Qwen2, with all their biases
     openelm        yes                      Qwen3 without biases, with tied embeddings
@@ -16,7 +17,7 @@ llama.cpp's own graph of it has one width for all layers.
 Phi-3 with its fused projections apart is Llama where it rotates whole heads and slides no window. llama.cpp's own graph of it has
 one width for all layers.
 
-Source: llama.cpp, src/models/{llama,qwen2,qwen3,smollm3,deci,openelm,gemma,gemma3}.cpp and load_hparams in src/llama-model.cpp.
+Source: llama.cpp, src/models/{llama,mistral3,qwen2,qwen3,smollm3,deci,openelm,gemma,gemma3}.cpp and load_hparams in src/llama-model.cpp.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Architecture:
 _ALL = frozenset({"query", "key", "value", "output", "gate", "up", "down"})
 _LLAMA = Architecture("llama", biases=_ALL, pairs=True, frequencies=True)
 _DECI = Architecture("deci", per_layer=True, biases=_ALL, pairs=True, frequencies=True)
+_MISTRAL3 = Architecture("mistral3", biases=_ALL, pairs=True, frequencies=True)
 _QWEN2 = Architecture("qwen2", biases=frozenset({"query", "key", "value"}), square=True)
 _QWEN3 = Architecture("qwen3")
 _SMOLLM3 = Architecture("smollm3", pairs=True)
@@ -65,6 +67,7 @@ _GEMMA3 = Architecture("gemma3", centred=True, slides=True)
 ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "llama": (_LLAMA, _DECI),
     "mistral": (_LLAMA, _DECI),
+    "ministral3": (_MISTRAL3,),
     "qwen2": (_QWEN2, _DECI),
     "qwen3": (_QWEN3, _OPENELM),
     "smollm3": (_SMOLLM3,),
@@ -192,6 +195,11 @@ def check_config(config: PretrainedConfig) -> None:
             raise _unsupported(
                 f"{key} of rope_parameters is {rope[key]}, its graphs for this family support only {value}"
             )
+    if rope.get("llama_4_scaling_beta") and rope["rope_type"] != "yarn":
+        raise _unsupported(
+            f"queries are scaled by their position (llama_4_scaling_beta), and rope_type is {rope['rope_type']!r}; its graph does "
+            "that for 'yarn' alone"
+        )
     rotated = (getattr(config, "no_rope_layers", None) or [])[: config.num_hidden_layers]
     if any(bool(rotary) != bool((index + 1) % _UNROTATED) for index, rotary in enumerate(rotated)):
         raise _unsupported(

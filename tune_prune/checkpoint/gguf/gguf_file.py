@@ -236,6 +236,8 @@ def _add_rope(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_rope_scaling_factor(factor)
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(scaling / (1 + 0.1 * math.log(factor)))  # llama.cpp multiplies by the rest
+    if beta := rope.get("llama_4_scaling_beta"):  # of queries, by their position
+        writer.add_attn_temperature_scale(beta)
 
 
 def _frequencies(config: PretrainedConfig) -> torch.Tensor:

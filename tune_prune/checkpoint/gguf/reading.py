@@ -24,7 +24,6 @@ from tune_prune.core.errors import UserError
 from tune_prune.models import fused, loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import Family
-from tune_prune.models.geometry import read_geometry
 from tune_prune.models.gguf import convert, header
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.surgery import Sketch, cut
@@ -44,10 +43,10 @@ def _write(file: Path, folder: Path, about: Manifest, base: ModelSource) -> dict
         raise UserError(f"GGUF file {file} cannot be read: {what}; copy the whole checkpoint again")
     config = loading.load_config(base)
     config.dtype = torch.float32
-    family, _ = loading.config_geometry(config)
     model = loading.meta_model(config)
+    family, geometry = loading.config_geometry(config, base)
     fused.take_apart(model, family)
-    dense = loading.LoadedModel(base, model, loading.load_tokenizer(base), family, read_geometry(model, family))
+    dense = loading.LoadedModel(base, model, loading.load_tokenizer(base), family, geometry)
     layers.check_plan(about.plan, dense)
     pruned, _ = layers.compact(cut(model, family, about.plan), family)
     weights = stored_weights(file, contents.tensors, pruned.model, family)

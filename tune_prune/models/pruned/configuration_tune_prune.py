@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 STEMS = {
     "llama": "Llama",
     "mistral": "Mistral",
+    "ministral3": "Ministral3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
@@ -29,6 +30,9 @@ STEMS = {
     "gemma": "Gemma",
     "gemma3_text": "Gemma3Text",
 }
+
+# The same of models that have such a language model inside, beside a vision tower.
+WRAPPER_STEMS = {"gemma3": "Gemma3", "mistral3": "Mistral3", "qwen3_5": "Qwen3_5"}
 
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 SKIPPED = ("attention", "mlp")
@@ -76,4 +80,25 @@ CONFIGS = {
     for model_type, stem in STEMS.items()
     if hasattr(transformers, f"{stem}Config")
 }
-globals().update({config.__name__: config for config in CONFIGS.values()})
+
+
+def _wrapper_config_class(model_type: str, stem: str) -> type[PreTrainedConfig]:
+    base: Any = getattr(transformers, f"{stem}Config")
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):  # of a type that transformers need not know
+            dense = self.text_config["model_type"].removeprefix("tune_prune_")
+            self.text_config = CONFIGS[dense].from_dict(self.text_config)
+        base.__post_init__(self, **kwargs)
+
+    fields = {"model_type": f"tune_prune_{model_type}", "__post_init__": __post_init__, "__module__": __name__}
+    return strict(type(f"Pruned{stem}Config", (base,), fields))
+
+
+# PrunedMistral3Config and so on: a pruned config as its text_config.
+WRAPPER_CONFIGS = {
+    model_type: _wrapper_config_class(model_type, stem)
+    for model_type, stem in WRAPPER_STEMS.items()
+    if hasattr(transformers, f"{stem}Config")
+}
+globals().update({config.__name__: config for config in (*CONFIGS.values(), *WRAPPER_CONFIGS.values())})

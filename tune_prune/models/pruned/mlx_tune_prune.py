@@ -74,6 +74,8 @@ class Attention(nn.Module):
             rope = rope[args.layer_types[index]]
         if rope["rope_type"] not in ROPE_TYPES:
             raise ValueError(f"rotary embeddings of the type {rope['rope_type']} are not among {', '.join(ROPE_TYPES)}")
+        # Of Ministral-3: queries grow with the logarithm of their position.
+        self.growth, self.unscaled = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
         self.rotated = bool(getattr(args, "no_rope_layers", {index: 1})[index])
         self.rope = initialize_rope(dim, rope["rope_theta"], False, rope, args.max_position_embeddings)
 
@@ -86,9 +88,12 @@ class Attention(nn.Module):
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))  # [batch, heads, time, head_dim]
+        offset = 0 if cache is None else cache.offset
         if self.rotated:
-            offset = 0 if cache is None else cache.offset
             q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
+        if self.growth:
+            positions = mx.arange(offset, offset + time)
+            q = q * (1 + self.growth * mx.log(1 + positions // self.unscaled))[:, None].astype(q.dtype)
         if cache is not None:
             k, v = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
@@ -123,7 +128,7 @@ class Layer(nn.Module):
         super().__init__()
         widths, dims = args.of_layer(index), args.hidden_size
         kind = getattr(args, "layer_types", {index: "full_attention"})[index]
-        slides = kind == "sliding_attention" or args.model_type == "tune_prune_mistral"
+        slides = kind == "sliding_attention" or args.model_type in ("tune_prune_mistral", "tune_prune_ministral3")
         self.window = args.sliding_window if slides else None
         self.residual_multiplier = getattr(args, "residual_multiplier", 1)
         self.input_layernorm, self.post_attention_layernorm = norm(args, dims), norm(args, dims)

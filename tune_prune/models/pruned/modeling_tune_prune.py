@@ -5,6 +5,8 @@ Nothing is computed here but what a removed block leaves behind. Every layer is 
 for the family.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)     # or without it after `import tune_prune`
+
+Of models that read images, too, the language model inside is such a model: AutoModelForImageTextToText.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .configuration_tune_prune import CONFIGS, SIZES, STEMS, PrunedConfig
+from .configuration_tune_prune import CONFIGS, SIZES, STEMS, WRAPPER_CONFIGS, WRAPPER_STEMS, PrunedConfig
 
 if TYPE_CHECKING:
     # Never imported. Whenever a model is saved, transformers copies the files that its class file imports beside the weights, and
@@ -143,4 +145,47 @@ DECODERS = {model_type: _decoder_class(STEMS[model_type], config) for model_type
 LANGUAGE_MODELS = {
     model_type: _language_model_class(STEMS[model_type], model) for model_type, model in DECODERS.items()
 }
-globals().update({model.__name__: model for model in (*DECODERS.values(), *LANGUAGE_MODELS.values())})
+
+
+def _dense_inside(config: Any) -> Any:
+    """A copy of a wrapper's `config` whose text_config is the dense family's, of one layer: the wrapper's own class builds it."""
+    plain, text = copy.copy(config), _one_layer(config.text_config)
+    text.__class__ = type(config.text_config).__bases__[1]
+    plain.text_config = text
+    return plain
+
+
+def _wrapped_decoder_class(stem: str, config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    base = getattr(transformers, f"{stem}Model")
+
+    def __init__(self, config: Any) -> None:  # type: ignore[no-untyped-def]
+        base.__init__(self, _dense_inside(config))
+        self.language_model = DECODERS[config.text_config.model_type.removeprefix("tune_prune_")](config.text_config)
+        self.config = config
+        self.post_init()
+
+    fields = {"config_class": config_class, "__init__": __init__, "__module__": __name__}
+    return type(f"Pruned{stem}Model", (base,), fields)
+
+
+def _wrapper_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    base = getattr(transformers, f"{stem}ForConditionalGeneration")
+
+    def __init__(self, config: Any) -> None:  # type: ignore[no-untyped-def]
+        base.__init__(self, _dense_inside(config))
+        _put_decoder(self, config, decoder_class)
+
+    fields = {"config_class": decoder_class.config_class, "__init__": __init__, "__module__": __name__}
+    return type(f"Pruned{stem}ForConditionalGeneration", (base,), fields)
+
+
+# PrunedMistral3Model, PrunedMistral3ForConditionalGeneration and so on, by the model_type of the dense wrapper.
+WRAPPED_DECODERS = {
+    model_type: _wrapped_decoder_class(WRAPPER_STEMS[model_type], config)
+    for model_type, config in WRAPPER_CONFIGS.items()
+}
+WRAPPERS = {
+    model_type: _wrapper_class(WRAPPER_STEMS[model_type], model) for model_type, model in WRAPPED_DECODERS.items()
+}
+_ALL = (*DECODERS.values(), *LANGUAGE_MODELS.values(), *WRAPPED_DECODERS.values(), *WRAPPERS.values())
+globals().update({model.__name__: model for model in _ALL})

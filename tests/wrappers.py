@@ -1,0 +1,81 @@
+"""Tiny models that read images, with a language model of a family inside: in folders as their repositories are, and what must
+come out of them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+
+from tests.conftest import SIZES, VARIANTS
+from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, HEAD_DIM, QUERIES_PER_KV
+from tune_prune import embedded
+from tune_prune.pruning.groups import PruningPlan
+
+IMAGE = 5  # the token in whose place a part of an image stands
+PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "head_dim": 8, "patch_size": 4, "image_size": 16,
+}  # fmt: skip
+# The wrapper, the variant inside, and its own fields, by a name.
+WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral3": ("mistral3", "mistral", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
+    "mistral3-ministral3": ("mistral3", "ministral3", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
+    "mistral3-tied": ("mistral3", "ministral3-sliding-tied", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
+}
+
+
+def build_wrapper(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A random model, as conftest.build_tiny makes them."""
+    model_type, variant, fields = WRAPPED[name]
+    family, inside = VARIANTS[variant]
+    text = SIZES | inside | {"model_type": family}
+    fields = fields | {"text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **fields), dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter_name, p in model.named_parameters():
+        values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.data.copy_(1 + 0.3 * values if "norm" in parameter_name else values / p.shape[-1] ** 0.5)
+    return model.eval().requires_grad_(False)
+
+
+def write_wrapper(
+    folder: Path, name: str, dtype: torch.dtype = torch.float64, as_named: bool = False
+) -> PreTrainedModel:
+    """Write that model and a tokenizer; its files name tensors as those of the hub do, or (`as_named`) as transformers does."""
+    model = build_wrapper(name, dtype)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama")).save_pretrained(folder)
+    if as_named:
+        save_file(
+            {name: p.clone() for name, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"}
+        )
+    return model
+
+
+def zeroed_inside(whole: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    """The model with the o and down columns of all groups at zero that `plan` removes."""
+    reference, width = copy.deepcopy(whole), QUERIES_PER_KV * HEAD_DIM
+    layers = reference.model.language_model.layers
+    for layer, groups, channels in zip(layers, plan.kept_groups, plan.kept_channels, strict=True):
+        for group in set(ALL_GROUPS) - set(groups):
+            layer.self_attn.o_proj.weight[:, group * width : (group + 1) * width] = 0
+        layer.mlp.down_proj.weight[:, sorted(set(ALL_CHANNELS) - set(channels))] = 0
+    return reference
+
+
+def image_inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """An image of 4 x 4 patches, merged into four, and a text around it."""
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    ids = torch.tensor([[7, 8, IMAGE, IMAGE, IMAGE, IMAGE, 9, 10, 11]])
+    return {"input_ids": ids, "pixel_values": pixels.to(dtype), "image_sizes": torch.tensor([[16, 16]])}
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's file."""
+    return load_file(folder / "model.safetensors")
