@@ -69,7 +69,7 @@ def test_fused_projections_are_refused_for_mlx_before_the_search(tmp_path: Path)
     AutoConfig.for_model(model_type, **SIZES | fields).save_pretrained(tmp_path / "model")
     args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", "mlx"])
     with pytest.raises(
-        UserError, match="pruned glm4 models have no class file for mlx_lm, .*; take --for transformers"
+        UserError, match=r"pruned glm4 models have no class file for mlx_lm, .*; take --for transformers"
     ):
         shrink._shape(args, shrink.TARGETS["mlx"])
 

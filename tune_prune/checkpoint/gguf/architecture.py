@@ -17,7 +17,8 @@ llama.cpp's own graph of it has one width for all layers.
 Phi-3 with its fused projections apart is Llama where it rotates whole heads and slides no window. llama.cpp's own graph of it has
 one width for all layers.
 
-Source: llama.cpp, src/models/{llama,mistral3,qwen2,qwen3,smollm3,deci,openelm,gemma,gemma3}.cpp and load_hparams in src/llama-model.cpp.
+Source: llama.cpp, src/models/{llama,mistral3,qwen2,qwen3,smollm3,deci,openelm,gemma,gemma3}.cpp and load_hparams in
+src/llama-model.cpp.
 """
 
 from __future__ import annotations

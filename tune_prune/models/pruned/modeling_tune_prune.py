@@ -158,7 +158,7 @@ def _dense_inside(config: Any) -> Any:
 def _wrapped_decoder_class(stem: str, config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     base = getattr(transformers, f"{stem}Model")
 
-    def __init__(self, config: Any) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, config: Any) -> None:
         base.__init__(self, _dense_inside(config))
         self.language_model = DECODERS[config.text_config.model_type.removeprefix("tune_prune_")](config.text_config)
         self.config = config
@@ -171,7 +171,7 @@ def _wrapped_decoder_class(stem: str, config_class: type[PreTrainedConfig]) -> t
 def _wrapper_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     base = getattr(transformers, f"{stem}ForConditionalGeneration")
 
-    def __init__(self, config: Any) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, config: Any) -> None:
         base.__init__(self, _dense_inside(config))
         _put_decoder(self, config, decoder_class)
 
