@@ -26,9 +26,9 @@ def check_sizes(values: Mapping[str, Any], location: str) -> None:
     """Raise UserError where `values`, the config.json of the model at `location`, state a size far beyond every model's: to build
     its shape would take hours, or all memory."""
     for name, value in values.items():
-        if isinstance(value, dict):
-            check_sizes(value, location)  # of a part: text_config, vision_config
-        most = MAX_LAYERS if re.search("layers?$|depth$", name) and "window" not in name else MAX_SIZE
+        if isinstance(value, dict) and str(name).endswith("_config"):  # of a part: text_config, vision_config
+            check_sizes(value, location)
+        most = MAX_LAYERS if re.search("layers?$|depth$", str(name)) and "window" not in str(name) else MAX_SIZE
         if type(value) is int and value > most:
             raise UserError(
                 f"config.json of {location} says {name} {value:.3g}, and {most:,} is the most that is read; download the model "
