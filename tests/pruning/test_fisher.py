@@ -64,8 +64,9 @@ def weight_information(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarr
     information = {
         name: (p * torch.stack([one[name] for one in gradients])).square().mean(0) for name, p in parameters.items()
     }
-    found = []
-    for index in range(len(decoder_layers(model, FAMILIES[model.config.model_type]))):
+    found, family = [], FAMILIES[model.config.model_type]
+    paths = family.projections()
+    for index in range(len(decoder_layers(model, family))):
         own = {
             name.split(f"layers.{index}.")[1]: value
             for name, value in information.items()
@@ -73,16 +74,16 @@ def weight_information(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarr
         }
         attention, mlp = np.zeros(KV_HEADS), np.zeros(CHANNELS)
         for k in range(KV_HEADS):
-            attention[k] += float(own["self_attn.o_proj.weight"][:, 12 * k : 12 * k + 12].sum())
-            for role, width in (("q", 12), ("k", 6), ("v", 6)):
+            attention[k] += float(own[f"{paths['output']}.weight"][:, 12 * k : 12 * k + 12].sum())
+            for role, width in (("query", 12), ("key", 6), ("value", 6)):
                 for kind in ("weight", "bias"):
-                    if (value := own.get(f"self_attn.{role}_proj.{kind}")) is not None:
+                    if (value := own.get(f"{paths[role]}.{kind}")) is not None:
                         attention[k] += float(value[width * k : width * k + width].sum())
         for j in range(CHANNELS):
-            mlp[j] += float(own["mlp.down_proj.weight"][:, j].sum())
+            mlp[j] += float(own[f"{paths['down']}.weight"][:, j].sum())
             for role in ("gate", "up"):
                 for kind in ("weight", "bias"):
-                    if (value := own.get(f"mlp.{role}_proj.{kind}")) is not None:
+                    if (value := own.get(f"{paths[role]}.{kind}")) is not None:
                         mlp[j] += float(value[j].sum())
         found.append((attention, mlp))
     return found
