@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.conftest import SIZES, VARIANTS
 from tune_prune.checkpoint import manifest
 from tune_prune.commands import shrink
-from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 
@@ -62,16 +61,6 @@ def test_it_goes_on_after_kills_and_measures_what_it_has_saved(tmp_path: Path) -
     other = begin(tmp_path, "--pruning-ratio", "0.1", "--output", str(folder))
     said, _ = other.communicate(timeout=300)
     assert other.returncode == 2 and "holds another pruned model; name a new folder with --output" in said
-
-
-def test_fused_projections_are_refused_for_mlx_before_the_search(tmp_path: Path) -> None:
-    model_type, fields = VARIANTS["glm4"]
-    AutoConfig.for_model(model_type, **SIZES | fields).save_pretrained(tmp_path / "model")
-    args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", "mlx"])
-    with pytest.raises(
-        UserError, match=r"pruned glm4 models have no class file for mlx_lm, .*; take --for transformers"
-    ):
-        shrink._shape(args, shrink.TARGETS["mlx"])
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ SHAPES = {
     "dropped layer": "both of a middle layer",  # where the family has biases, they stay instead
     "uniform": "uniform",
 }
-# Layers of one width have no class file: mlx_lm's own classes of two families read no head_dim, which it says.
-NO_HEAD_DIM = ("qwen2", "granite")
+# Layers of one width have no class file: mlx_lm's own classes of three families read no head_dim, which it says.
+NO_HEAD_DIM = ("qwen2", "granite", "phi3")
 # Nor do its own classes read windows, or biases of Qwen3, whether a model is pruned or not.
-UNIFORM = ("llama", "mistral", "qwen3", "smollm3", "llama-biases", "llama-tied", *NO_HEAD_DIM)
+UNIFORM = ("llama", "mistral", "qwen3", "smollm3", "llama-biases", "llama-tied", "glm4", *NO_HEAD_DIM)
 ROPE: dict[str, Any] = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SCALED = {
     "linear": ROPE,
@@ -61,15 +61,24 @@ def run(folder: Path, *command: str, stdin: str = "") -> str:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     """Checkpoints of every variant in every shape, and of scaled rotary embeddings, by "model/shape"."""
     folder = tmp_path_factory.mktemp("mlx")
-    asked = {
-        f"{variant}/{title}": (variant, shape, {})
-        for variant in VARIANTS
-        for title, shape in SHAPES.items()
-        if title != "uniform" or variant in UNIFORM
-    } | {
-        f"llama-{kind}/free widths": ("llama", SHAPES["free widths"], {"rope_parameters": fields | {"rope_type": kind}})
-        for kind, fields in SCALED.items()
-    }
+    asked = (
+        {
+            f"{variant}/{title}": (variant, shape, {})
+            for variant in VARIANTS
+            if "longrope" not in variant
+            for title, shape in SHAPES.items()
+            if title != "uniform" or variant in UNIFORM
+        }
+        | {"phi3-longrope-tied/free widths": ("phi3-longrope-tied", SHAPES["free widths"], {})}
+        | {
+            f"llama-{kind}/free widths": (
+                "llama",
+                SHAPES["free widths"],
+                {"rope_parameters": fields | {"rope_type": kind}},
+            )
+            for kind, fields in SCALED.items()
+        }
+    )
     made = {
         name: write_case(folder / str(number), variant, shape, **overrides)
         for number, (name, (variant, shape, overrides)) in enumerate(asked.items())
@@ -126,8 +135,13 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(cases, answers, 
 
 def test_what_would_be_another_model_is_refused(cases, answers):
     _, errors = answers
-    assert errors.keys() == {*(f"{model}/uniform" for model in NO_HEAD_DIM), "llama-dynamic/free widths"}
+    assert errors.keys() == {
+        *(f"{model}/uniform" for model in NO_HEAD_DIM),
+        "llama-dynamic/free widths",
+        "phi3-longrope-tied/free widths",
+    }
     assert "rotary embeddings of the type dynamic" in errors["llama-dynamic/free widths"]
+    assert "rotary embeddings of the type longrope" in errors["phi3-longrope-tied/free widths"]
     for model in NO_HEAD_DIM:
         assert "shape" in errors[f"{model}/uniform"]
     for name, case in cases.items():

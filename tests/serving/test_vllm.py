@@ -25,7 +25,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import build_tiny
+from tests.conftest import build_tiny, whole
 from tests.pruned_checkpoints import plan_of
 from tune_prune.checkpoint import card, manifest
 from tune_prune.checkpoint.manifest import Format, Provenance
@@ -66,6 +66,8 @@ VARIANTS = {
     "llama-biases": "llama, all biases",
     "qwen2-sliding": "qwen2, windows in half of the layers",
     "granite-biases-tied": "granite, all biases, tied",
+    "phi3-window-partial": "phi3 with a window, heads rotated in part",
+    "glm4": "glm4, biases of q, k and v, heads rotated in part",
 }
 # Numbers of KV groups and channels, layer by layer.
 SHAPES = {
@@ -84,7 +86,7 @@ CELLS = [(shape, lost) for shape in SHAPES for lost in LAYERS if (shape, lost) n
 
 
 def write_model(folder: Path, variant: str) -> None:
-    build_tiny(variant, torch.float32, **SIZES).save_pretrained(folder)
+    whole(build_tiny(variant, torch.float32, **SIZES)).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{place}": place for place in range(64)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 

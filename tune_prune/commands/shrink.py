@@ -177,23 +177,13 @@ def _asked(args: argparse.Namespace, effort: Effort, shape: str | None) -> dict[
 
 
 def _shape(args: argparse.Namespace, target: Target) -> str | None:
-    """Return the shape for an engine: one width for all layers where llama.cpp has no layers that differ for the family. Raises
-    UserError where the engine cannot run the family."""
+    """Return the shape for an engine: one width for all layers where llama.cpp has no layers that differ for the family."""
     from tune_prune.checkpoint.gguf.architecture import check_config, check_shape
     from tune_prune.models import catalog, loading
-    from tune_prune.models.families import family_of
 
-    engine = vars(args)["for"]
-    if engine not in ("llama.cpp", "mlx"):
+    if target.format != "gguf":
         return "aligned" if args.quantize == "int4" else target.shape  # which takes widths in multiples of 32
     config = loading.load_config(catalog.resolve(args.model))
-    if engine == "mlx":
-        if family_of(config.model_type).fused():
-            raise UserError(
-                f"pruned {config.model_type} models have no class file for mlx_lm, as their projections are fused; take --for "
-                "transformers or --for vllm"
-            )
-        return target.shape
     check_config(config)
     try:
         check_shape(config, target.shape or "free")

@@ -77,7 +77,8 @@ class Attention(nn.Module):
         # Of Ministral-3: queries grow with the logarithm of their position.
         self.growth, self.unscaled = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
         self.rotated = bool(getattr(args, "no_rope_layers", {index: 1})[index])
-        self.rope = initialize_rope(dim, rope["rope_theta"], False, rope, args.max_position_embeddings)
+        rotated, pairs = int(dim * rope.get("partial_rotary_factor", 1)), args.model_type == "tune_prune_glm4"
+        self.rope = initialize_rope(rotated, rope["rope_theta"], pairs, rope, args.max_position_embeddings)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """x [batch, time, hidden] -> the same shape; `cache` gets the keys and values of these positions."""
@@ -128,13 +129,18 @@ class Layer(nn.Module):
         super().__init__()
         widths, dims = args.of_layer(index), args.hidden_size
         kind = getattr(args, "layer_types", {index: "full_attention"})[index]
-        slides = kind == "sliding_attention" or args.model_type in ("tune_prune_mistral", "tune_prune_ministral3")
+        kinds = ("tune_prune_mistral", "tune_prune_ministral3", "tune_prune_phi3")
+        slides = kind == "sliding_attention" or args.model_type in kinds
         self.window = args.sliding_window if slides else None
         self.residual_multiplier = getattr(args, "residual_multiplier", 1)
         self.input_layernorm, self.post_attention_layernorm = norm(args, dims), norm(args, dims)
-        self.four_norms = args.model_type == "tune_prune_gemma3_text"  # also behind each block
+        # Also behind each block, where Gemma 3 and GLM-4 call them otherwise.
+        self.four_norms = args.model_type == "tune_prune_gemma3_text"
         if self.four_norms:
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(args, dims), norm(args, dims)
+        self.norms_behind = args.model_type == "tune_prune_glm4"
+        if self.norms_behind:
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = norm(args, dims), norm(args, dims)
         self.attends = "attention" not in widths.skip
         self.self_attn = (
             Attention(widths, index)
@@ -151,6 +157,9 @@ class Layer(nn.Module):
         if self.four_norms:
             x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask, cache))
             return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        if self.norms_behind:
+            x = x + self.post_self_attn_layernorm(self.self_attn(self.input_layernorm(x), mask, cache))
+            return x + self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x)))
         x = x + scaled(self.self_attn(self.input_layernorm(x), mask, cache), self.residual_multiplier)
         return x + scaled(self.mlp(self.post_attention_layernorm(x)), self.residual_multiplier)
 
@@ -204,8 +213,21 @@ class Model(nn.Module):
         return [KVCache() if window is None else RotatingKVCache(max_size=window) for window in windows]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Leave out weights without elements: of a removed block's last projection the bias alone counts. Raises ValueError for
-        a family that this file does not compute."""
-        if any("gate_up_proj" in name for name in weights):
-            raise ValueError(f"{self.model_type} models have fused projections, which this file does not compute")
-        return {name: weight for name, weight in weights.items() if weight.size}
+        """Cut fused projections apart, and leave out weights without elements: of a removed block's last projection the bias alone
+        counts."""
+        apart = {}
+        for name, weight in weights.items():
+            block, _, matrix = name.removesuffix(".weight").rpartition(".")
+            rows = len(weight)
+            if matrix == "qkv_proj":
+                attention = self.layers[int(block.split(".")[2])].self_attn
+                groups = attention.heads + 2 * attention.kv_heads
+                ends = [rows * count // groups for count in (attention.heads, attention.heads + attention.kv_heads)]
+                parts = dict(zip(("q_proj", "k_proj", "v_proj"), mx.split(weight, ends), strict=True))
+            elif matrix == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), mx.split(weight, 2), strict=True))
+            else:
+                apart[name] = weight
+                continue
+            apart |= {f"{block}.{part}.weight": weight for part, weight in parts.items()}
+        return {name: weight for name, weight in apart.items() if weight.size}
