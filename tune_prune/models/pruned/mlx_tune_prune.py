@@ -55,6 +55,11 @@ def scaled(x: mx.array, factor: float) -> mx.array:
     return x if factor == 1 else x * factor
 
 
+def output_bias(args: ModelArgs) -> bool:
+    """Return whether the last projection of attention has a bias, too: GLM-4's has none."""
+    return getattr(args, "attention_bias", False) and args.model_type != "tune_prune_glm4"
+
+
 class Attention(nn.Module):
     def __init__(self, args: ModelArgs, index: int) -> None:
         super().__init__()
@@ -64,7 +69,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(args.hidden_size, self.heads * dim, bias=qkv_bias)
         self.k_proj = nn.Linear(args.hidden_size, self.kv_heads * dim, bias=qkv_bias)
         self.v_proj = nn.Linear(args.hidden_size, self.kv_heads * dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(self.heads * dim, args.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * dim, args.hidden_size, bias=output_bias(args))
         self.normed = args.model_type in ("tune_prune_qwen3", "tune_prune_gemma3_text")
         if self.normed:
             self.q_norm, self.k_norm = (norm(args, dim) for _ in range(2))
@@ -142,11 +147,7 @@ class Layer(nn.Module):
         if self.norms_behind:
             self.post_self_attn_layernorm, self.post_mlp_layernorm = norm(args, dims), norm(args, dims)
         self.attends = "attention" not in widths.skip
-        self.self_attn = (
-            Attention(widths, index)
-            if self.attends
-            else RemovedBlock("o_proj", dims, getattr(args, "attention_bias", False))
-        )
+        self.self_attn = Attention(widths, index) if self.attends else RemovedBlock("o_proj", dims, output_bias(args))
         self.mlp = (
             (GemmaMLP if is_gemma(args) else MLP)(widths)
             if "mlp" not in widths.skip
