@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import tune_prune
-from tests.checkpoints import SHAPES, alone
+from tests.checkpoints import ROOT, SHAPES, alone
 from tests.pruned_checkpoints import change_json
 from tests.pruning.test_surgery import TOLERANCE, tokens
 from tests.wrappers import WRAPPED, build_wrapper, image_inputs, stored, write_wrapper, zeroed_inside
@@ -118,7 +118,7 @@ print(type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__, 
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_a_program_without_this_package_loads_it(tmp_path):
+def test_programs_that_have_seen_none_of_its_classes_load_it(tmp_path):
     whole = write_wrapper(tmp_path / "dense", "mistral3-ministral3")
     plan = write_pruned(opened(tmp_path / "dense"), FREE, tmp_path / "pruned")
     inputs = image_inputs()
@@ -132,6 +132,11 @@ def test_a_program_without_this_package_loads_it(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert first.startswith("True transformers_modules.") and second == "True" and third == "PrunedMistral3Model False"
+    code = "import sys; from tune_prune.models import catalog, loading; print(loading.load_config(catalog.resolve(sys.argv[1])).model_type)"
+    command = [sys.executable, "-c", code, str(tmp_path / "pruned")]
+    here = environment | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=here, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "tune_prune_ministral3\n", done.stderr
 
 
 def test_it_is_opened_pruned_and_saved_with_what_makes_its_inputs(tmp_path):

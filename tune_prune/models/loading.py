@@ -157,11 +157,12 @@ def whole_config(source: ModelSource) -> PretrainedConfig:
         check_sizes(values, source.location)
         unsupported.check_followed(values, source.location)
         unsupported.check_adapter(source)
+        pruned = values["model_type"].startswith(PRUNED_PREFIX)
+        if pruned:
+            registration.register()  # ours, so that none of the code in the folder is run
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
-        if values["model_type"].startswith(PRUNED_PREFIX):
-            registration.register()  # ours, so that none of the code in the folder is run
-        elif values.get("per_layer_config") or (values.get("text_config") or {}).get("per_layer_config"):
+        if not pruned and (values.get("per_layer_config") or (values.get("text_config") or {}).get("per_layer_config")):
             raise UserError(
                 f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
                 f"not follow in {values['model_type']} models; it was pruned by another tool: give the original model, or a "

@@ -98,8 +98,10 @@ class Attention(nn.Module):
         if self.rotated:
             q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
         if self.growth:
-            positions = mx.arange(offset, offset + time)
-            q = q * (1 + self.growth * mx.log(1 + positions // self.unscaled))[:, None].astype(q.dtype)
+            # The rows of a batch may begin at places of their own, below 0 where they are filled up on the left.
+            positions = mx.maximum(mx.arange(time) + mx.array(offset).reshape(-1, 1), 0)
+            growth = 1 + self.growth * mx.log(1 + positions // self.unscaled)
+            q = q * growth[:, None, :, None].astype(q.dtype)
         if cache is not None:
             k, v = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
