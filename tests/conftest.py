@@ -74,6 +74,7 @@ SCALED_BY_POSITION: dict[str, Any] = {
     "original_max_position_embeddings": 4,
     "llama_4_scaling_beta": 0.3,
 }
+TWO_SLIDE = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2, "sliding_window": 5}
 
 # Every family as it is, and what its config can switch on: more biases, tied embeddings, sliding windows.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in FAMILIES} | {
@@ -148,7 +149,80 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
             },
         },
     ),
+    "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"attention_bias": True}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "cwm": (
+        "cwm",
+        {
+            "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+            "sliding_window": 5,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "ministral": ("ministral", TWO_SLIDE),
+    "olmo": ("olmo", {"attention_bias": True, "clip_qkv": 0.8}),
+    "cohere": ("cohere", {"attention_bias": True, "logit_scale": 0.7}),
+    "cohere2": ("cohere2", {**TWO_SLIDE, "attention_bias": True, "logit_scale": 0.7}),
+    "exaone4": ("exaone4", TWO_SLIDE),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {**TWO_SLIDE, "attention_bias": True}),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 5,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.7,
+                "mrope_section": [1, 1, 0],
+            },
+        },
+    ),
+    "lfm2": (  # its MLPs have two thirds of the intermediate size
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "intermediate_size": 60,
+            "block_multiple_of": 8,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 16,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 4,
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.7,
+            "mlp_multipliers": [0.8, 0.6],
+            "key_multiplier": 0.9,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.8,
+            "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5],
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.9,
+        },
+    ),
 }
+# Those that differ from others in nothing that statistics and compensation see: only slow tests of these walk them.
+ALIKE = ("internlm3", "seed_oss", "ernie4_5", "cwm", "ministral", "olmo", "cohere", "olmo3")
 
 
 def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -189,7 +263,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(params=VARIANTS)
+def attends(variant: str) -> bool:
+    """Whether KV groups of that variant may go; else its MLPs alone are pruned."""
+    return "attention" in FAMILIES[VARIANTS[variant][0]].prunes
+
+
+def near(variant: str, exact: float) -> float:
+    """What numbers in float64 may differ by: states that go from token to token are in float32."""
+    return 3e-6 if FAMILIES[VARIANTS[variant][0]].recurrent else exact
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in VARIANTS])
 def variant(request: pytest.FixtureRequest) -> str:
     """Every family and what its config can switch on, one after the other."""
     return request.param

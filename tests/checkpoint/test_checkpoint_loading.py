@@ -23,7 +23,7 @@ from tests.checkpoints import (
     read_alone,
     write_cases,
 )
-from tests.conftest import build_tiny
+from tests.conftest import VARIANTS, build_tiny
 from tests.pruning.test_surgery import plan_of, tokens, zeroed
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.pruned.modeling_tune_prune import DECODERS, LANGUAGE_MODELS, RemovedBlock
@@ -55,6 +55,11 @@ def registered(cases: dict[str, Case], folder: Path) -> dict[str, Any]:
     return read_alone(cases, folder / "no_modules", "registered")
 
 
+def tolerance(variant: str) -> float:
+    """Of logits in float32: states that go from token to token are computed otherwise where there are few tokens at a time."""
+    return (5 if FAMILIES[VARIANTS[variant][0]].recurrent else 1) * FLOAT32_TOLERANCE
+
+
 def of(variant: str, found: dict[str, Any], measure: str) -> Iterator[tuple[str, Any]]:
     """Name and finding of the cases of a variant for which `measure` was taken."""
     chosen = [(name, one[measure]) for name, one in found.items() if name.startswith(f"{variant}/") and measure in one]
@@ -67,22 +72,29 @@ def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, reque
     found = request.getfixturevalue(how)
     for measure in ("sdpa", "eager", "left padding", "decoder"):
         for name, error in of(variant, found, measure):
-            assert error <= FLOAT32_TOLERANCE, f"{name}: {measure}"
+            assert error <= tolerance(variant), f"{name}: {measure}"
     for name, kernels in of(variant, found, "kernels"):
         assert kernels == ["sdpa", "eager"], name
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    # Gemma 3 has two, which its variants scale.
-    [
-        *zip(
-            FAMILIES,
-            ["yarn", "dynamic", "yarn", "linear", "llama3", "longrope", "yarn", "longrope", "linear"],
-            strict=False,
-        )
-    ],
-)
+ROTARY = {  # Gemma 3 has two, which its variants scale
+    "llama": "yarn",
+    "mistral": "dynamic",
+    "ministral3": "yarn",
+    "qwen2": "linear",
+    "qwen3": "llama3",
+    "smollm3": "longrope",
+    "granite": "yarn",
+    "phi3": "longrope",
+    "glm4": "linear",
+    "hunyuan_v1_dense": "dynamic",
+    "cwm": "llama3",
+    "ministral": "yarn",
+    "exaone4": "llama3",
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), ROTARY.items())
 def test_scaled_rotary_frequencies_come_back(family, kind, tmp_path):
     """Each kind reads the config in its own way when a model is loaded; dynamic ones also where a text is longer than the limit."""
     more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
@@ -114,21 +126,21 @@ def test_scaled_rotary_frequencies_come_back(family, kind, tmp_path):
 
 @pytest.mark.parametrize("how", HOW)
 def test_decoding_token_by_token_equals_the_whole_forward_pass(variant, how, request):
-    for measure in ("dynamic cache", "static cache"):
+    for measure in ("dynamic cache", "static cache")[: 1 if variant == "falcon_h1" else 2]:
         for name, error in of(variant, request.getfixturevalue(how), measure):
-            assert error <= FLOAT32_TOLERANCE, f"{name}: {measure}"
+            assert error <= tolerance(variant), f"{name}: {measure}"
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("how", HOW)
 def test_generation_chooses_the_best_tokens_of_the_masked_dense_model(variant, how, cases, request):
     for name, generated in of(variant, request.getfixturevalue(how), "generated"):
-        assert generated["dynamic"] == generated["static"], name
+        assert [*generated.values()] == [generated["dynamic"]] * (1 if variant == "falcon_h1" else 2), name
         for prompt, new, start in zip(tokens(), generated["dynamic"], (4, 0), strict=True):
             ids = torch.cat([prompt[start:], torch.tensor(new)])  # the first row was padded on the left
             logits = cases[name].truth(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, -len(new) - 1 : -1]
             chosen = logits[range(len(new)), new]
-            assert len(new) == 5 and (logits.max(1).values - chosen).max() <= FLOAT32_TOLERANCE, name
+            assert len(new) == 5 and (logits.max(1).values - chosen).max() <= tolerance(variant), name
 
 
 @pytest.mark.slow
@@ -147,7 +159,7 @@ def test_no_key_is_missing_and_the_parameters_are_those_of_the_plan(variant, rem
 @pytest.mark.slow
 def test_saved_again_it_is_the_same_model(variant, remote):
     for name, error in of(variant, remote, "saved again"):
-        assert error <= FLOAT32_TOLERANCE, name
+        assert error <= tolerance(variant), name
 
 
 @pytest.mark.slow
@@ -247,7 +259,11 @@ def test_the_scale_of_logits_is_also_said_as_vllm_reads_it(cases):
     """Its class for models that it does not know reads logit_scale alone, and its own Granite class multiplies by both."""
     for name, case in cases.items():
         values = json.loads((case.folder / "config.json").read_text("utf-8"))
-        scale = None if case.stock or "granite" not in name else 1 / values["logits_scaling"]
+        scale = 0.7 if "cohere" in name else None  # by which its own class multiplies
+        if not case.stock and "granite" in name:
+            scale = 1 / values["logits_scaling"]
+        if not case.stock and "falcon_h1" in name:
+            scale = values["lm_head_multiplier"]
         assert values.get("logit_scale") == scale != 1, name
 
 

@@ -66,6 +66,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "seed_oss": ("seed_oss", {}),
+    "ministral": ("ministral", {"sliding_window": 64}),
+    "ernie4_5": ("ernie4_5", {}),
 }
 ONE_WIDTH = ("smollm3", "ministral3", "gemma-tied", "gemma3", "gemma3-tied-linear-rope")
 # Every case in two shapes, and the architectures that state every layer in all of them.

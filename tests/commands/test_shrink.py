@@ -79,3 +79,13 @@ def test_the_shape_is_one_that_the_engine_takes(tmp_path: Path, variant: str, en
     AutoConfig.for_model(model_type, **SIZES | fields | rope).save_pretrained(tmp_path / "model")
     args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", engine])
     assert shrink._shape(args, shrink.TARGETS[engine]) == shape
+
+
+@pytest.mark.parametrize("family", ["exaone4", "olmo2"])
+def test_a_family_without_a_class_for_mlx_is_refused_before_the_search(tmp_path: Path, family: str) -> None:
+    AutoConfig.for_model(family, **SIZES | VARIANTS[family][1]).save_pretrained(tmp_path / "model")
+    args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", "mlx"])
+    with pytest.raises(
+        UserError, match=rf"mlx_lm runs pruned models of llama, .*, and not of {family}; take --for transf"
+    ):
+        shrink._shape(args, shrink.TARGETS["mlx"])

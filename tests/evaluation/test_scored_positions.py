@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.conftest import VARIANTS, attends
 from tests.evaluation.test_shared_prefix import CUT
 from tune_prune.evaluation.engine import tree_attention
 from tune_prune.evaluation.engine.prefix_trees import score_items
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.engine.scored_positions import at_positions
-from tune_prune.models.families import decoder_layers, family_of
+from tune_prune.models.families import FAMILIES, decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import prune
@@ -53,10 +54,11 @@ def test_the_last_layer_runs_at_scored_positions_only(variant, tiny):
     family = family_of(model.config.model_type)
     layers = decoder_layers(model, family)
     blocks = [layer.get_submodule(f"{family.mlp}.{family.down}") for layer in layers]
-    blocks += [family.linears(layers[-1])[role] for role in ("query", "value", "output")]
+    if attends(variant):
+        blocks += [family.linears(layers[-1])[role] for role in ("query", "value", "output")]
     with at_positions(model, POSITIONS), widths(blocks) as seen:
         model(input_ids=IDS, use_cache=False)
-    assert seen == [[51], [51], [51], [5], [51], [51], [5]]
+    assert seen == [[51], [51], [51], [5], [51], [51], [5]][: len(blocks)]
 
 
 @pytest.mark.parametrize(("variant", "groups", "channels"), CUT)
@@ -92,6 +94,7 @@ def alone(model, request: Request) -> float:
     return log_probs[range(len(request.targets)), request.targets].sum().item()
 
 
+@pytest.mark.parametrize("variant", [name for name, (kind, _) in VARIANTS.items() if not FAMILIES[kind].recurrent])
 def test_trees_longer_than_a_block_score_as_each_request_alone(variant, tiny, monkeypatch):
     model = tiny(variant, max_position_embeddings=128)
     config = decoder_layers(model, family_of(model.config.model_type))[0].self_attn.config

@@ -136,6 +136,21 @@ def test_a_gemma_gets_a_bos_token_as_by_lm_evals_add_bos_token(tmp_path, tiny, b
         np.testing.assert_allclose(scores[key], of_choices, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("variant", ["qwen3_5_text", "lfm2", "falcon_h1"])
+def test_layers_that_carry_a_state_score_as_in_lm_eval(tmp_path, tiny, variant):
+    """Choices of one item are rows of their own there, padded behind their tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
+    source = TaskSource.of(None, embedded=True)
+    model = tiny(variant, torch.float32, vocab_size=len(tokenizer), max_position_embeddings=512)
+    expected = lm_eval_samples(tmp_path, source, ("arc_easy",), model, tokenizer, 512, limit=6)
+    found = lm_eval_samples(tmp_path, source, ("arc_easy",), SharedPrefixLM(model, tokenizer), None, 512, limit=6)
+    assert found.keys() == expected.keys() and len(found) == 6
+    for key, sample in expected.items():
+        mine, theirs = (np.array([answer[0] for answer in one["filtered_resps"]]) for one in (found[key], sample))
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4)
+        assert np.ptp(theirs) > 0.1 and found[key]["acc"] == sample["acc"]
+
+
 def test_an_engine_that_cannot_share_says_so_and_scores_the_same(caplog):
     model, tokenizer = unequal_llama(), byte_tokenizer(True)
     instances = [

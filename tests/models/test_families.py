@@ -12,7 +12,7 @@ from make_random_model import config_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conftest import SIZES, VARIANTS
+from tests.conftest import SIZES, VARIANTS, attends
 from tune_prune.core.errors import UserError
 from tune_prune.models import fused, unsupported
 from tune_prune.models.families import FAMILIES, Family, check_structure, decoder_layers, family_of
@@ -45,7 +45,7 @@ def from_config(model_type: str, **fields: object) -> nn.Module:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_row_describes_a_real_model_of_its_type(model_type):
-    model = from_config(model_type, **TINY, **HEADS, pad_token_id=0)
+    model = from_config(model_type, **TINY, **HEADS, head_dim=4, pad_token_id=0)
     family = family_of(model_type)
     fused.take_apart(model, family)
     assert family is FAMILIES[model_type] and model.config.model_type == model_type
@@ -55,6 +55,8 @@ def test_a_row_describes_a_real_model_of_its_type(model_type):
         norms = set(family.layer_norms) | {f"{family.attention}.{norm}" for norm in family.head_norms}
         assert set(family.projections().values()) | norms <= named
         parameters = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
+        if "attention" not in family.prunes:
+            parameters = {name for name in parameters if name.startswith(f"{family.mlp}.")} | norms
         assert parameters == set(family.projections().values()) | norms  # nothing else has weights
 
 
@@ -81,15 +83,24 @@ def test_costs_follow_the_formulas(tiny, variant):
     family = FAMILIES[model.config.model_type]
     geometry, part = read_geometry(model, family), family.linears(model.model.layers[1])
     hidden, d, g = model.config.hidden_size, 6, 2
+    channel = 3 * hidden + (2 if part["gate"].bias is not None else 0)
+    if not attends(variant):
+        assert geometry.hidden_size == hidden and geometry.channel_cost == (channel,) * 4
+        assert geometry.kv_heads == geometry.group_cost == geometry.last_group_extra == (0,) * 4
+        assert geometry.mlp_width == (40,) * 4 and geometry.cache_layers == ()
+        assert geometry.prunable_params == 4 * 40 * channel
+        beside = [sum(p.numel() for p in layer.parameters()) - 40 * channel for layer in model.model.layers]
+        down = family.linears(model.model.layers[1])["down"].bias
+        assert geometry.whole_attention == tuple(n - (0 if down is None else hidden) for n in beside)
+        return
     group = hidden * d * (2 * g + 2)
     if part["query"].bias is not None:
         group += d * (g + 2)  # q, k and v
-    channel = 3 * hidden + (2 if part["gate"].bias is not None else 0)
     assert (geometry.hidden_size, geometry.head_dim, geometry.queries_per_kv, geometry.num_layers) == (hidden, d, g, 4)
     assert geometry.group_cost == (group,) * 4 and geometry.channel_cost == (channel,) * 4
     assert geometry.kv_heads == (4,) * 4 and geometry.mlp_width == (40,) * 4
-    assert geometry.last_group_extra == ((2 * d,) * 4 if variant.startswith(("qwen3", "gemma3")) else (0,) * 4)
-    both_kinds = "gemma3" in variant or ("sliding" in variant and not variant.startswith(("mistral", "ministral3")))
+    assert geometry.last_group_extra == (len(family.head_norms) * d,) * 4
+    both_kinds = len(set(getattr(model.config, "layer_types", None) or ())) == 2
     stay = (0, 2) if both_kinds else (0,)  # the first layer of each attention type
     assert geometry.cache_layers == stay
     everything = 4 * (4 * group + 40 * channel + geometry.last_group_extra[0])
@@ -116,20 +127,16 @@ def test_published_models_have_their_published_sizes(name, total, group, channel
 
 # What is said of the families that transformers has and the table has not, from meta-device models with two layers.
 FITTING = {
-    "seed_oss": "Family('seed_oss')",
-    "olmo": "Family('olmo', layer_norms=())",  # norms without parameters
     "helium": "Family('helium')",
     "glm": "Family('glm', gate='gate_up_proj.gate_proj', up='gate_up_proj.up_proj')",
-    "cohere": "Family('cohere', layer_norms=('input_layernorm',))",  # attention and MLP in parallel
 }
 NOT_FITTING = {  # one of each reason
     "phimoe": "layer 0 of this phimoe model has",
-    "gpt_neox": "this gpt_neox model has no model.layers",
-    "falcon": "this falcon model has no model.layers",
-    "olmo2": "layer 0 of this olmo2 model has 'self_attn.k_norm'",
+    "falcon": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",
     "mixtral": "layer 0 of this mixtral model has 'mlp.",
-    "starcoder2": "layer 0 of this starcoder2 model has 'mlp.c_fc'",
-    "arcee": "layer 0 of this arcee model has no mlp.gate_proj",
+    "starcoder2": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",
+    "arcee": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",
+    "nemotron_h": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",
     "mamba": "this mamba model has no model.layers",
 }
 
@@ -168,9 +175,14 @@ def test_a_family_that_fits_is_refused_with_its_row(model_type, row, monkeypatch
 def test_a_family_that_does_not_fit_is_refused_with_the_reason(model_type, says):
     text = refused(model_type)
     assert f"model type {model_type!r} is not supported: {says}" in text
-    assert "did you mean" not in text and text.endswith(
-        f"; choose a model of a supported family: {', '.join(FAMILIES)}"
-    )
+    assert "did you mean" not in text
+    assert text.endswith(f"; choose a model of a supported family: {', '.join(FAMILIES)}")
+
+
+def test_a_family_whose_mlps_alone_fit_is_refused_with_that_row():
+    text = refused("olmo_hybrid")
+    assert "layer 0 of this olmo_hybrid model has 'linear_attn" in text
+    assert "; its MLPs alone fit: add Family('olmo_hybrid', prunes=('mlp',)) to FAMILIES in " in text
 
 
 def test_what_does_not_run_on_torchs_attention_is_refused_though_its_layers_fit():
@@ -179,6 +191,7 @@ def test_what_does_not_run_on_torchs_attention_is_refused_though_its_layers_fit(
     assert "choose a model of a supported family: llama, " in text
 
 
+@pytest.mark.parametrize("variant", [*filter(attends, VARIANTS)])
 def test_the_row_of_every_family_is_found_in_its_model(variant, tiny):
     model = tiny(variant)
     row, family = unsupported.likely_row(model), FAMILIES[model.config.model_type]
@@ -251,6 +264,7 @@ def pruned(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("variant", [*filter(attends, VARIANTS)])
 def test_a_pruned_checkpoint_may_have_layers_without_attention_or_mlp(tiny, variant):
     family = FAMILIES[tiny(variant).config.model_type]
     dense, model = read_geometry(tiny(variant), family), pruned(tiny(variant))

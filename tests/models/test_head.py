@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from tests.conftest import VARIANTS
 from tune_prune.models import head
+from tune_prune.models.families import FAMILIES
 from tune_prune.models.head import NextTokenLosses
 
 IDS = torch.randint(64, (3, 11), generator=torch.Generator().manual_seed(4))
@@ -43,7 +44,8 @@ def by_hand(model, ids):
 def test_losses_and_gradients_in_parts_are_those_of_the_whole(variant, tiny, monkeypatch, elements):
     monkeypatch.setattr(head, "MAX_LOGIT_ELEMENTS", {"cpu": elements})
     model = tiny(variant)
-    weights = [layer.mlp.down_proj.weight.requires_grad_(True) for layer in model.model.layers]
+    linears = map(FAMILIES[model.config.model_type].linears, model.model.layers)
+    weights = [parts["down"].weight.requires_grad_(True) for parts in linears]
     losses = NextTokenLosses(model)
     assert losses.separate
     torch.testing.assert_close(losses(IDS), by_hand(model, IDS), rtol=0, atol=1e-12)

@@ -86,7 +86,7 @@ def test_the_recipes_lead_to_what_they_promise(reader: Reader, tmp_path: Path) -
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    for word in ("tiny-seed-oss", "rootlayer-s16-n64", "taylor-s16-n8-a2", ".. list-table:: Best configurations"):
+    for word in ("tiny-helium", "rootlayer-s16-n64", "taylor-s16-n8-a2", ".. list-table:: Best configurations"):
         assert word in done.stdout, done.stdout
 
 

@@ -14,6 +14,7 @@ import yaml
 import tune_prune
 from tests.documents import blocks, statements
 from tune_prune.__main__ import COMMANDS
+from tune_prune.checkpoint.gguf.architecture import ARCHITECTURES
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
@@ -52,8 +53,11 @@ def test_the_models_are_those_of_the_catalog() -> None:
     for alias, (hub, families, *_) in rows.items():
         assert alias not in HUB_ALIASES or HUB_ALIASES[alias].rpartition("/")[2] in hub
         assert set(families.split(", ")) <= set(FAMILIES)
-    families = re.search(r"Any other model of the families (.*) works", page("docs/models.md"))
-    assert families and set(re.split(r", | and ", families.group(1))) == set(FAMILIES)
+    families = table("models", "family")
+    assert set(families) == set(FAMILIES)
+    for name, (_, pruned, *_, gguf, _) in families.items():
+        assert pruned == {"attention": "attention and MLP", "mlp": "MLP"}[FAMILIES[name].prunes[0]]
+        assert (gguf == "no") == (name not in ARCHITECTURES)
 
 
 def test_the_methods_and_search_spaces_are_those_that_are_shipped() -> None:

@@ -44,7 +44,8 @@ def collected(model: nn.Module, samples: torch.Tensor) -> np.ndarray:
 def influence_by_loop(model: nn.Module, samples: torch.Tensor) -> list[float]:
     """Sample by sample and token by token, of the hidden states that transformers gives."""
     plain = copy.deepcopy(model)
-    plain.model.norm = nn.Identity()  # the last hidden state is the one behind it
+    (norm,) = (name for name, _ in plain.model.named_children() if "norm" in name)
+    setattr(plain.model, norm, nn.Identity())  # the last hidden state is the one behind it
     cosines: list[list[float]] = [[] for _ in model.model.layers]
     for sample in samples:
         states = plain(input_ids=sample[None], output_hidden_states=True).hidden_states

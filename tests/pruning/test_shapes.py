@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import whole
+from tests.conftest import VARIANTS, attends, whole
 from tests.pruning.test_selection import cost_of, geometry, removing, scores
 from tests.trials import BLOCKWISE, open_context
 from tune_prune.core.errors import UserError
@@ -268,10 +268,15 @@ def test_a_shape_gets_what_suits_the_model(shape: str, align: int | None, params
 def stock_config(model: torch.nn.Module, g: Geometry, k: int, m: int) -> object:
     """A plain config of the family with other widths."""
     config = copy.deepcopy(model.config)
-    values = config.to_dict() | {"num_key_value_heads": k, "num_attention_heads": k * g.queries_per_kv}
-    return type(config)(**values | {"intermediate_size": m, "head_dim": g.head_dim})
+    values = config.to_dict() | {"intermediate_size": m}
+    if k:
+        values |= {"num_key_value_heads": k, "num_attention_heads": k * g.queries_per_kv, "head_dim": g.head_dim}
+    if "block_auto_adjust_ff_dim" in values:
+        values["block_auto_adjust_ff_dim"] = False
+    return type(config)(**values)
 
 
+@pytest.mark.parametrize("variant", [*filter(attends, VARIANTS)])
 def test_uniform_kv_heads_are_those_that_a_plain_config_can_state(tiny, variant) -> None:
     model = tiny(variant)
     g = read_geometry(model, FAMILIES[model.config.model_type])
@@ -291,7 +296,7 @@ def test_a_model_of_uniform_shape_is_a_plain_model_of_its_family(tiny, variant) 
     family = FAMILIES[model.config.model_type]
     g = read_geometry(model, family)
     draw = np.random.default_rng(1)
-    for ratio in (0.15, 0.4):
+    for ratio in (0.15, 0.4 if attends(variant) else 0.2):
         s = scores([draw.random(k) for k in g.kv_heads], [draw.random(m) for m in g.mlp_width])
         plan = select(s, g, ratio, "uniform")
         pruned = prune(model, family, plan)

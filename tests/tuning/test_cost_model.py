@@ -295,3 +295,6 @@ def test_memory_is_planned_for_the_longest_row_that_is_forwarded(tmp_path):
     score_all(suite, model)
     hook.remove()
     assert suite_tokens(suite).longest_row == max(widths) > 25 * 14
+    alone = suite_tokens(suite, share=False)  # as layers that carry a state read them
+    distinct = {request.inputs.tobytes(): len(request.inputs) for item in suite.items for request in item.requests}
+    assert alone.tokens == sum(distinct.values()) > suite_tokens(suite).tokens

@@ -416,9 +416,10 @@ def layers_figure(manifest: Manifest, geometry: Geometry) -> Figure:
     hatched["label"] = "whole layer dropped"
     dropped, layers = list(manifest.dropped_layers), np.arange(geometry.num_layers)
     figure = Figure(figsize=(min(10.0, 5.0 + 0.07 * geometry.num_layers), 3.2), layout="constrained")
-    panels = figure.subplots(2, sharex=True)
     counts = layer_counts(manifest, geometry)
-    for axes, (name, (kept, dense)), colour in zip(panels, counts.items(), (_ORANGE, _BLUE), strict=True):
+    panels = figure.subplots(len(counts), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, (kept, dense)) in zip(panels, counts.items(), strict=True):
+        colour = _BLUE if name == "MLP channels" else _ORANGE
         axes.bar(layers, 1.0, 0.8, color=_GONE, label="removed")
         axes.bar(layers, kept / dense, 0.8, color=colour, label="kept")
         if dropped:
@@ -429,7 +430,7 @@ def layers_figure(manifest: Manifest, geometry: Geometry) -> Figure:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(16, integer=True, steps=[1, 2, 4, 5, 8, 10]))
         axes.set_title(f"{name}: {kept.sum() / dense.sum():.1%} kept")
-    panels[1].set_xlabel("Layer of the original model")
+    panels[-1].set_xlabel("Layer of the original model")
     handles = [Patch(facecolor=_GONE, label="removed"), *([Patch(**hatched)] if dropped else [])]
     panels[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, borderpad=0)
     return figure

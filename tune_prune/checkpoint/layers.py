@@ -23,7 +23,7 @@ from tune_prune.models.families import LAYER_LISTS, Family, decoder_layers
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, LANGUAGE_MODELS, WRAPPERS, RemovedBlock
-from tune_prune.models.registration import MODEL_FILE, auto_map, register
+from tune_prune.models.registration import MLX_FAMILIES, MODEL_FILE, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.wrapper import Surroundings, name_in_wrapper
 from tune_prune.pruning.groups import PruningPlan
@@ -147,12 +147,15 @@ def pruned_config(
     fields = _plain(config) | {
         "per_layer_config": per_layer,
         "auto_map": auto_map(config.model_type),
-        "model_file": MODEL_FILE,
     }
+    if family.model_type in MLX_FAMILIES:
+        fields["model_file"] = MODEL_FILE
     if scaling := fields.get("logits_scaling"):
         # vLLM runs a class that it does not know through transformers, and scales its logits by this alone. Its own Granite class
         # would do both, so no config of the family itself has it.
         fields["logit_scale"] = 1 / scaling
+    if multiplier := fields.get("lm_head_multiplier"):  # of Falcon-H1
+        fields["logit_scale"] = multiplier
     if "attention" in family.prunes:
         fields["head_dim"] = head_dim
     dense = (config.num_key_value_heads, config.intermediate_size)
@@ -179,6 +182,10 @@ def _plain(config: PretrainedConfig) -> dict[str, Any]:
     fields = copy.deepcopy(config.to_dict())
     for name in ("model_type", "architectures", "auto_map", "model_file", "_name_or_path", "transformers_version"):
         fields.pop(name, None)
+    if (
+        "block_auto_adjust_ff_dim" in fields
+    ):  # of LFM2, whose MLPs are narrower than intermediate_size says where it is true
+        fields["block_auto_adjust_ff_dim"] = False
     return fields
 
 
@@ -227,7 +234,7 @@ def surrounded(saved: Sketch, around: Surroundings) -> Sketch:
         config_class = cast(Any, model_class.config_class)
         fields["auto_map"] = auto_map(whole.model_type)
         for name in ("auto_map", "model_file"):  # mlx_lm takes no model out of a wrapper
-            del text[name]
+            text.pop(name, None)
     config = config_class.from_dict(fields | {"text_config": text})
     with torch.device("meta"):
         built = cast(PreTrainedModel, cast(Any, model_class)._from_config(config, dtype=saved.model.dtype))
@@ -248,7 +255,8 @@ def least_widths(config: PretrainedConfig, family: Family, fmt: str) -> tuple[in
     zero on CPUs, which ends its process.
     """
     groups = int("attention" in family.prunes)
-    return (groups, int(getattr(config, "mlp_bias", False))) if fmt == "vllm" else (0, 0)
+    biased = getattr(config, "mlp_bias", False) or getattr(config, "use_bias", False)  # the latter of ERNIE 4.5
+    return (groups, int(biased)) if fmt == "vllm" else (0, 0)
 
 
 def _widest(sizes: Sequence[LayerWidths], geometry: Geometry) -> LayerWidths:

@@ -180,10 +180,19 @@ def _shape(args: argparse.Namespace, target: Target) -> str | None:
     """Return the shape for an engine: one width for all layers where llama.cpp has no layers that differ for the family."""
     from tune_prune.checkpoint.gguf.architecture import check_config, check_shape
     from tune_prune.models import catalog, loading
+    from tune_prune.models.registration import MLX_FAMILIES
 
-    if target.format != "gguf":
+    engine = vars(args)["for"]
+    if engine not in ("mlx", "llama.cpp"):
         return "aligned" if args.quantize == "int4" else target.shape  # which takes widths in multiples of 32
     config = loading.load_config(catalog.resolve(args.model))
+    if engine == "mlx":
+        if config.model_type not in MLX_FAMILIES:
+            raise UserError(
+                f"mlx_lm runs pruned models of {', '.join(MLX_FAMILIES)}, and not of {config.model_type}; take --for transformers "
+                "or --for vllm"
+            )
+        return target.shape
     check_config(config)
     try:
         check_shape(config, target.shape or "free")

@@ -55,6 +55,9 @@ class Family:
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     # Of these the norms behind o and behind down: what a block adds to the residual stream is what they give.
     output_norms: tuple[str, ...] = ()
+    # Whether layers carry a state from token to token: they take no masks but those of padding, so each text is a row of its own.
+    recurrent: bool = False
+    returns_tuple: bool = False  # its layers give their hidden states as a tuple of one
     heads_divide_hidden: bool = False  # its config refuses num_attention_heads that do not divide hidden_size
     # Its config refuses factors of longrope whose number is not that of hidden_size / num_attention_heads, whatever head_dim says.
     longrope_by_heads: bool = False
@@ -139,6 +142,54 @@ FAMILIES = {
             output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
             heads_divide_hidden=True,
             bos=True,
+        ),
+        Family("internlm3", heads_divide_hidden=True),
+        Family("seed_oss"),
+        Family("hunyuan_v1_dense", head_norms=("query_layernorm", "key_layernorm")),
+        Family("ernie4_5"),
+        Family("cwm", heads_divide_hidden=True),
+        Family("ministral"),
+        Family("olmo", layer_norms=()),  # without parameters
+        Family("cohere", layer_norms=("input_layernorm",)),  # attention and MLP side by side
+        Family("cohere2", layer_norms=("input_layernorm",)),
+        Family(
+            "exaone4",
+            head_norms=("q_norm", "k_norm"),
+            layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        ),
+        # Their norms of queries and keys span all heads: without some of them the scale of the others would change.
+        Family(
+            "olmo2",
+            prunes=("mlp",),
+            layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        ),
+        Family(
+            "olmo3",
+            prunes=("mlp",),
+            layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        ),
+        # Three of four layers are linear attention, and the queries of the fourth have gates.
+        Family("qwen3_5_text", prunes=("mlp",), recurrent=True),
+        Family(
+            "lfm2",
+            prunes=("mlp",),
+            mlp="feed_forward",
+            gate="w1",
+            up="w3",
+            down="w2",
+            layer_norms=("operator_norm", "ffn_norm"),
+            recurrent=True,
+        ),
+        Family(
+            "falcon_h1",
+            prunes=("mlp",),
+            mlp="feed_forward",
+            layer_norms=("input_layernorm", "pre_ff_layernorm"),
+            recurrent=True,
+            returns_tuple=True,
         ),
     )
 }

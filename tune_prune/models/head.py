@@ -29,6 +29,10 @@ class Head:
     def __init__(self, model: PreTrainedModel) -> None:
         self.projection: nn.Linear = model.get_output_embeddings()
         self.scale: float | None = getattr(model.config, "logits_scaling", None)  # of Granite
+        # Of Cohere, and of Falcon-H1. A pruned Granite has the former for vLLM alone.
+        self.factor: float | None = getattr(model.config, "lm_head_multiplier", None)
+        if self.scale is None and self.factor is None:
+            self.factor = getattr(model.config, "logit_scale", None)
         self.cap: float | None = getattr(model.config, "final_logit_softcapping", None)  # of Gemma
 
     @property
@@ -43,6 +47,8 @@ class Head:
         no plan."""
         if self.scale is not None:
             logits = logits.div_(self.scale)
+        if self.factor is not None:
+            logits = logits.mul_(self.factor)
         if self.cap is not None:
             logits = logits.div_(self.cap).tanh_()
             logits = logits * self.cap if logits.requires_grad else logits.mul_(self.cap)  # its gradient reads tanh

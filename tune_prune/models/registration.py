@@ -9,6 +9,10 @@ from tune_prune.models.pruned.modeling_tune_prune import DECODERS, LANGUAGE_MODE
 
 # The class file for mlx_lm, beside the weights; config.json names it as its model_file.
 MODEL_FILE = "mlx_tune_prune.py"
+# The families that it computes; it would run others wrongly.
+MLX_FAMILIES = (
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3", "granite", "phi3", "glm4", "gemma", "gemma3_text",
+)  # fmt: skip
 
 # The classes of each kind of model: of its config, and of its models by the auto class that loads them.
 _KINDS = (

@@ -8,7 +8,7 @@ names and shapes still has to pass the tests that CONTRIBUTING.md names: what a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from tune_prune.models import families, fused, hub
 from tune_prune.models.catalog import ADAPTER, MERGE, ModelSource
 from tune_prune.models.families import ATTENTION, FAMILIES, MLP, Family, check_structure
 from tune_prune.models.gguf import packages
+
+# Names of an MLP's projections where it has two.
+UNGATED = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
 
 
 def check_quantisation(values: Mapping[str, Any], location: str) -> None:
@@ -69,17 +72,46 @@ def reason(model: PreTrainedModel) -> str:
         fused.take_apart(model, row)
         check_structure(model, row)
     except UserError as error:
-        return f"model type {model_type!r} is not supported: {str(error).rpartition(';')[0]}; {step}"
+        why = str(error).rpartition(";")[0]
+        # MLPs of a Gemma differ between layers, and it wants a BOS token.
+        if _mlps_fit(model, row) and "gemma" not in model_type:
+            added = _step(replace(row, prunes=("mlp",), head_norms=()))
+            return (
+                f"model type {model_type!r} is not supported yet: {why.partition(' (')[0]}; its MLPs alone fit: {added}"
+            )
+        if _ungated(model):
+            why = "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down"
+        return f"model type {model_type!r} is not supported: {why}; {step}"
     if not model._supports_sdpa:
         return (
             f"model type {model_type!r} is not supported: its attention does not run on torch's kernel (sdpa), as where scores are "
             f"capped, and every pass here does; {step}"
         )
+    return f"model type {model_type!r} is not supported yet, but its layers fit: {_step(row)}"
+
+
+def _ungated(model: PreTrainedModel) -> bool:
+    """Return whether MLPs of `model` have two projections."""
+    children = [{name for name, _ in part.named_children()} for part in model.modules()]
+    return any(set(pair) <= names and "gate_proj" not in names for names in children for pair in UNGATED)
+
+
+def _mlps_fit(model: PreTrainedModel, row: Family) -> bool:
+    """Return whether the MLPs of `model` are those of `row`, whatever stands beside them."""
+    try:
+        check_structure(model, replace(row, prunes=("mlp",)))
+    except UserError:
+        return False
+    return True
+
+
+def _step(row: Family) -> str:
+    """Return what to do for a family that has no row yet."""
     changed = [f.name for f in fields(Family) if f.name != "model_type" and getattr(row, f.name) != f.default]
-    shown = ", ".join([repr(model_type), *(f"{name}={getattr(row, name)!r}" for name in changed)])
+    shown = ", ".join([repr(row.model_type), *(f"{name}={getattr(row, name)!r}" for name in changed)])
     return (
-        f"model type {model_type!r} is not supported yet, but its layers fit: add Family({shown}) to FAMILIES in "
-        f"{Path(families.__file__)}, and test it as CONTRIBUTING.md says (Recipe: a decoder family)"
+        f"add Family({shown}) to FAMILIES in {Path(families.__file__)}, and test it as CONTRIBUTING.md says "
+        "(Recipe: a decoder family)"
     )
 
 

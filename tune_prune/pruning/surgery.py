@@ -111,7 +111,7 @@ def cut(
         if not groups and "attention" in family.prunes:
             setattr(layer, family.attention, RemovedBlock("attention", parts["output"].bias))
         if not channels:
-            setattr(layer, family.mlp, RemovedBlock("mlp", parts["down"].bias))
+            setattr(layer, family.mlp, RemovedBlock("mlp", parts["down"].bias, layer.get_submodule(family.mlp)))
 
     def find(name: str) -> torch.Tensor:
         weight = dense[name]

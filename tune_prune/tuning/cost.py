@@ -188,9 +188,9 @@ class ZeroShotTokens:
         return self.tokens / self.items
 
 
-def suite_tokens(suite: ZeroShotSuite) -> ZeroShotTokens:
-    """Count what the items of `suite` forward."""
-    rows = [row for index in range(suite.num_slices) for row in suite.rows_in_slice(index).all]
+def suite_tokens(suite: ZeroShotSuite, share: bool = True) -> ZeroShotTokens:
+    """Count what the items of `suite` forward; `share`: whether the choices of an item share their prefix."""
+    rows = [row for index in range(suite.num_slices) for row in suite.rows_in_slice(index, share).all]
     lengths = [len(row.tokens) for row in rows]
     scored = sum(len(np.unique(row.scored)) for row in rows)
     return ZeroShotTokens(suite.num_items, sum(lengths), scored, exact=True, longest_row=max(lengths))
@@ -262,7 +262,9 @@ def workload(
         config,
         tokens,
         min(run.protocol.perplexity_window, config.max_position_embeddings),
-        hub_tokens(tokenizer, run.protocol) if suite is None else suite_tokens(suite),
+        hub_tokens(tokenizer, run.protocol)
+        if suite is None
+        else suite_tokens(suite, share=not family_of(config.model_type).recurrent),
         caveats(tokenizer, suite),
         ends_texts(tokenizer),
         keep,
@@ -385,7 +387,7 @@ def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.de
             setattr(config, name, getattr(config, name) // 2)
     config.num_hidden_layers = min(config.num_hidden_layers, max(1, room // layer_bytes()))
     for name in LAYER_LISTS:
-        if (values := getattr(config, name, None)) is not None:
+        if len(values := getattr(config, name, None) or ()) > config.num_hidden_layers:
             setattr(config, name, values[: config.num_hidden_layers])
     config.vocab_size = min(config.vocab_size, MEASURED_VOCABULARY)
     config.pad_token_id, config.tie_word_embeddings = None, True

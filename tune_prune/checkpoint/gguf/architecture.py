@@ -1,12 +1,12 @@
 """The choice of the llama.cpp architecture that can represent a pruned model; an error where none can.
 
     architecture   layers may differ        models
-    llama          no                       Llama, Mistral, Granite, Phi-3
+    llama          no                       Llama, Mistral, Ministral, Granite, Phi-3, Seed-OSS, ERNIE 4.5
     qwen2          no, heads fill H         Qwen2
     qwen3          no                       Qwen3 without biases
     mistral3       no                       Ministral-3
     smollm3        no                       SmolLM3 without biases, every fourth layer without rotary embedding
-    deci           yes                      Llama, Mistral, Granite, Phi-3 and Qwen2, with all their biases
+    deci           yes                      those of llama and Qwen2, with all their biases
     openelm        yes                      Qwen3 without biases, with tied embeddings
     gemma          no                       Gemma with tied embeddings, without biases
     gemma3         no                       Gemma 3 without biases, every sixth layer attending to everything
@@ -24,7 +24,7 @@ src/llama-model.cpp.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -76,6 +76,10 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "phi3": (_LLAMA, _DECI),
     "gemma": (_GEMMA,),
     "gemma3_text": (_GEMMA3,),
+    "seed_oss": (_LLAMA, _DECI),
+    "ministral": (_LLAMA, _DECI),
+    # Transformers rotates neighbouring rows of ERNIE's heads, too.
+    "ernie4_5": (replace(_LLAMA, pairs=False), replace(_DECI, pairs=False)),
 }
 
 # Rotary parameters that llama.cpp has as constants in these architectures.
@@ -93,9 +97,9 @@ _UNROTATED = 4  # of SmolLM3 every such layer has no rotary embedding, whatever 
 def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
     """Return the first architecture of the family that can represent `model` (of the family's own class, its layers cut or all
     alike). Raises UserError where none can, with every reason, and ValueError where the first layer has no attention."""
+    check_config(model.config)
     if not widths(model, family)[0].kv_heads:
         raise ValueError("the first layer has no attention: llama.cpp would read the head size and the cache there")
-    check_config(model.config)
     _check_parameters(model, family)
     reasons = []
     uniform_helps = False

@@ -33,6 +33,7 @@ from tune_prune.evaluation.engine.rows import (
     score_rows,
 )
 from tune_prune.evaluation.engine.tree_attention import blocked_attention
+from tune_prune.models.families import known_family
 from tune_prune.models.runner.out_of_memory import first_that_fits, is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
@@ -237,6 +238,9 @@ def unsupported_reason(model: PreTrainedModel, residency: Residency = RESIDENT) 
     Tried on a few random tokens: scores of trees must equal those of plain rows, and whatever the model raises on a
     mask of four dimensions or on position_ids is a reason, too.
     """
+    family = known_family(model)
+    if family is not None and family.recurrent:
+        return f"layers of {type(model).__name__} carry a state from token to token, which has no branches"
     items = _probe_items(model)
     expected = score_planned(model, plan_rows(items, share=False), residency=residency).loglikelihoods
     try:

@@ -29,6 +29,21 @@ STEMS = {
     "glm4": "Glm4",
     "gemma": "Gemma",
     "gemma3_text": "Gemma3Text",
+    "internlm3": "InternLM3",
+    "seed_oss": "SeedOss",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "ernie4_5": "Ernie4_5",
+    "cwm": "Cwm",
+    "ministral": "Ministral",
+    "olmo": "Olmo",
+    "cohere": "Cohere",
+    "cohere2": "Cohere2",
+    "exaone4": "Exaone4",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "qwen3_5_text": "Qwen3_5Text",
+    "lfm2": "Lfm2",
+    "falcon_h1": "FalconH1",
 }
 
 # The same of models that have such a language model inside, beside a vision tower.

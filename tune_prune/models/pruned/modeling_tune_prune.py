@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 # What a layer can skip: the module's name in it, and the projection whose bias stays.
 BLOCKS = {"attention": ("self_attn", "o_proj"), "mlp": ("mlp", "down_proj")}
+# The same of the MLP in families that call it otherwise, by the model_type of the dense family.
+MLPS = {"lfm2": ("feed_forward", "w2"), "falcon_h1": ("feed_forward", "down_proj")}
+# What the models' classes of a family begin with, where its config alone has a class of its own.
+MODELS = {"InternLM3": "Llama"}
 
 
 def _bias_only_linear(bias: nn.Parameter) -> nn.Linear:
@@ -42,12 +46,13 @@ def _bias_only_linear(bias: nn.Parameter) -> nn.Linear:
 class RemovedBlock(nn.Module):
     """What is left of a block whose parts are all gone: nothing, or the bias of its last projection, under its old name.
 
-    It leaves the cache alone. `kind` is "attention" or "mlp".
+    It leaves the cache alone. `kind` is "attention" or "mlp"; `block` is what it stands for.
     """
 
-    def __init__(self, kind: str, bias: nn.Parameter | None) -> None:
+    def __init__(self, kind: str, bias: nn.Parameter | None, block: nn.Module | None = None) -> None:
         super().__init__()
         self.kind = kind
+        self.scale = getattr(block, "down_multiplier", 1.0)  # of Falcon-H1
         if bias is not None:
             setattr(self, BLOCKS[kind][1], _bias_only_linear(bias))
 
@@ -55,6 +60,7 @@ class RemovedBlock(nn.Module):
         """hidden_states [batch, time, H] -> what the block would add, same shape; attention gives (that, no weights)."""
         projection = getattr(self, BLOCKS[self.kind][1], None)
         output = torch.zeros_like(hidden_states) if projection is None else projection(hidden_states[..., :0])
+        output = output if self.scale == 1 else output * self.scale
         return (output, None) if self.kind == "attention" else output
 
 
@@ -87,6 +93,9 @@ def _put_layers(decoder: Any, config: PrunedConfig) -> None:
     config._attn_implementation = decoder.config._attn_implementation  # chosen by PreTrainedModel's constructor
     layer_class = type(decoder.layers[0])
     layers = [_pruned_layer(layer_class, config, index) for index in range(config.num_hidden_layers)]
+    for name, buffer in decoder.layers[0].named_buffers():  # those of Falcon-H1's mixers are the model's to give
+        for mixer in (layer.get_submodule(name.rpartition(".")[0]) for layer in layers):
+            mixer.register_buffer(name.rpartition(".")[2], buffer.clone(), persistent=False)
     decoder.layers = nn.ModuleList(layers)
     decoder.config = (
         config  # rotary_emb keeps the other: yarn and dynamic read heads, which no model of several widths has
@@ -98,10 +107,12 @@ def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Mod
     own = config.layer_config(index)
     skip = getattr(own, "skip", ())
     layer = layer_class(own, index)
-    for kind, (name, output) in BLOCKS.items():
+    blocks = BLOCKS | {"mlp": MLPS.get(config.model_type.removeprefix("tune_prune_"), BLOCKS["mlp"])}
+    for kind, (name, output) in blocks.items():
         if kind in skip:
-            setattr(layer, name, RemovedBlock(kind, getattr(layer.get_submodule(name), output).bias))
-    if "attention" not in skip:
+            block = layer.get_submodule(name)
+            setattr(layer, name, RemovedBlock(kind, getattr(block, output).bias, block))
+    if "attention" not in skip and hasattr(layer, "self_attn"):
         layer.self_attn.config = config  # so that the choice of the attention kernel reaches it later, too
         if hasattr(layer.self_attn, "qkv_proj"):
             layer.self_attn.config = LayerConfig(config, **{name: getattr(own, name) for name in SIZES})
@@ -117,19 +128,30 @@ def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTraine
 
 
 def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrainedModel]:
-    base = getattr(transformers, f"{stem}Model")
+    base = getattr(transformers, f"{MODELS.get(stem, stem)}Model")
 
     def __init__(self, config: PrunedConfig) -> None:
         base.__init__(self, _one_layer(config))
         _put_layers(self, config)
 
-    fields = {"config_class": config_class, "__init__": __init__, "__module__": __name__}
+    def _init_weights(self, module: nn.Module) -> None:  # type: ignore[no-untyped-def]
+        base._init_weights(self, module)
+        if hasattr(module, "mup_vector"):
+            # Falcon-H1's decoder gives it to its mixers; transformers passes over one whose code came with its checkpoint.
+            base._init_weights(self, self)
+
+    fields = {
+        "config_class": config_class,
+        "__init__": __init__,
+        "_init_weights": _init_weights,
+        "__module__": __name__,
+    }
     return type(f"Pruned{stem}Model", (base,), fields)
 
 
 def _language_model_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # Of a model that others wrap, the part without its head alone is called a text model.
-    base = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")
+    base = getattr(transformers, f"{MODELS.get(stem, stem).removesuffix('Text')}ForCausalLM")
 
     def __init__(self, config: PrunedConfig) -> None:
         base.__init__(self, _one_layer(config))

@@ -41,6 +41,11 @@ Key = TypeVar("Key", bound=Hashable)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def hidden_states(output: Tensor | tuple[Tensor]) -> Tensor:
+    """Return the hidden states that a layer gives, of some families in a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 class _AllRecorded(Exception):
     """Ends a forward pass whose rest is not wanted."""
 
@@ -48,14 +53,16 @@ class _AllRecorded(Exception):
 class _Stub(nn.Module):
     """Stands where a decoder layer stands and does what it is told."""
 
-    def __init__(self, layer: nn.Module, run: Callable[[Tensor, _Call], Tensor]) -> None:
+    def __init__(self, layer: nn.Module, run: Callable[[Tensor, _Call], Tensor], returns_tuple: bool) -> None:
         super().__init__()
         self.run = run
+        self.returns_tuple = returns_tuple
         if hasattr(layer, "attention_type"):  # some versions of transformers ask the layer which mask it wants
             self.attention_type = layer.attention_type
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.run(hidden, (args, kwargs))
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        output = self.run(hidden, (args, kwargs))
+        return (output,) if self.returns_tuple else output
 
 
 class Carried:
@@ -75,8 +82,7 @@ class Carried:
     def run(self, layer: nn.Module, index: int, key: Hashable, hidden: Tensor) -> Tensor:
         """Return what `layer`, number `index`, makes of `hidden` as a state of the batch `key`."""
         args, kwargs = self._calls[key][index]
-        output: Tensor = layer(hidden, *args, **kwargs)
-        return output
+        return hidden_states(layer(hidden, *args, **kwargs))
 
 
 class LayerRunner:
@@ -227,7 +233,8 @@ class LayerRunner:
         memo: dict[int, object] = {**shared(self.model), **parameters}
         if self.residency.weights is not None:
             memo |= {id(buffer): buffer.to(self.device) for buffer in self.model.buffers()}
-        memo[id(self._layers)] = nn.ModuleList(_Stub(layer, run) for layer in self._layers)
+        stubs = (_Stub(layer, run, self.family.returns_tuple) for layer in self._layers)
+        memo[id(self._layers)] = nn.ModuleList(stubs)
         return copy.deepcopy(self.model, memo)
 
     @contextmanager

@@ -20,7 +20,7 @@ hundred times the damping, too. There are no new biases, so checkpoints stay tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from tune_prune.core import terminal
 from tune_prune.models.families import Family
 from tune_prune.models.runner.hidden_states import SpilledStates
-from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.layer_runner import LayerRunner, hidden_states
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.passes.batches import batch_size
@@ -172,35 +172,44 @@ class _Inputs:
 
 @dataclass
 class _Watch:
-    """State that hooks of a layer pass on to each other. `stream` [B, T, H]: the residual stream so far."""
+    """State that hooks of a layer pass on to each other. `given` [B, T, H]: the residual stream that the layer is given; `down`:
+    what goes into down, and what comes out where a norm stands behind it."""
 
     held: bool = False
-    stream: Tensor | None = None
+    given: Tensor | None = None
+    down: tuple[Tensor, Tensor | None] | None = None
 
 
 @contextmanager
 def _watched(family: Family, layer: nn.Module, inputs_of: Mapping[str, _Inputs]) -> Iterator[_Watch]:
-    """Add up, within the context, what goes into the projections of `inputs_of`. Every family's layer adds what o and down put out,
-    scaled or normed or not, to the residual stream that it was given, one after the other."""
+    """Add up, within the context, what goes into the projections of `inputs_of`. Every family's layer adds what o puts out, scaled
+    or normed or not, to the residual stream that it was given, and gives the stream behind its MLP."""
     watch, parts, scale = _Watch(), family.linears(layer), getattr(layer, "residual_multiplier", 1.0)  # of Granite
+    norms = dict(zip(LAST, map(layer.get_submodule, family.output_norms), strict=False))
 
     def begin(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        watch.stream = args[0]
+        watch.given = args[0]
 
-    norms = {role: layer.get_submodule(name) for role, name in zip(LAST, family.output_norms, strict=False)}
+    def attention(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        assert watch.given is not None
+        added = norms["output"](output) if norms else output
+        stream = watch.given.to(added.device) + (added if scale == 1 else scale * added)
+        inputs_of["output"].add(args[0], stream, watch.held, output if norms else None)
 
-    def hook(role: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def take(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            assert watch.stream is not None
-            added = norms[role](output) if role in norms else output
-            watch.stream = watch.stream.to(added.device) + (added if scale == 1 else scale * added)
-            if role in inputs_of:
-                inputs_of[role].add(args[0], watch.stream, watch.held, output if role in norms else None)
+    def mlp(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        watch.down = args[0], output if norms else None
 
-        return take
+    def end(_: nn.Module, __: tuple[Tensor, ...], output: Tensor | tuple[Tensor]) -> None:
+        assert watch.down is not None
+        inputs, normed = watch.down
+        inputs_of["down"].add(inputs, hidden_states(output), watch.held, normed)
+        watch.down = None
 
     handles = [layer.register_forward_pre_hook(begin)]
-    handles += [parts[role].register_forward_hook(hook(role)) for role in LAST if role in parts]
+    if "output" in inputs_of:
+        handles.append(parts["output"].register_forward_hook(attention))
+    if "down" in inputs_of:
+        handles += [parts["down"].register_forward_hook(mlp), layer.register_forward_hook(end)]
     try:
         yield watch
     finally:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tune_prune.models.families import Family
+from tune_prune.models.runner.layer_runner import hidden_states
 from tune_prune.pruning.passes.forward_pass import ForwardSums
 from tune_prune.pruning.statistics import Arrays, Need
 
@@ -42,8 +43,9 @@ def _cosines(layer: nn.Module, index: int) -> Iterator[dict[str, torch.Tensor]]:
     """Return, over the tokens that `layer`, number `index`, is run on, the sum [1] of cosines: "cosines_<index>"."""
     sums: dict[str, torch.Tensor] = {}
 
-    def hook(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        parts = zip(*(states.flatten(0, 1).split(AT_ONCE) for states in (args[0], output)), strict=True)
+    def hook(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor | tuple[torch.Tensor]) -> None:
+        states = (args[0], hidden_states(output))
+        parts = zip(*(part.flatten(0, 1).split(AT_ONCE) for part in states), strict=True)
         sums[f"cosines_{index}"] = torch.cat([_cosine(x, y) for x, y in parts]).sum(0, keepdim=True)
 
     handle = layer.register_forward_hook(hook)
