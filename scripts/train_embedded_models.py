@@ -1,4 +1,4 @@
-"""Makes everything tune_prune/embedded holds: texts, task items, tokenizer and the three trained models.
+"""Makes everything tune_prune/embedded holds: texts, task items, tokenizer and the four trained models.
 
     python scripts/train_embedded_models.py                      all of it, five to ten minutes a model on one CPU core
     python scripts/train_embedded_models.py --data-only          texts, items and tokenizer, seconds
@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 from tune_prune import embedded
@@ -50,8 +51,9 @@ BOS_RATE = 0.5  # so that a model works with and without a beginning-of-sequence
 class Recipe(NamedTuple):
     config_class: type
     layers: int
-    intermediate_size: int
+    intermediate_size: int  # of a mixture: of each expert
     seed: int
+    experts: int = 0  # in every layer, of which a token takes two
 
 
 STEPS = 5000
@@ -59,6 +61,7 @@ RECIPES = {
     "tiny-llama": Recipe(LlamaConfig, layers=5, intermediate_size=64, seed=11),
     "tiny-qwen2": Recipe(Qwen2Config, layers=6, intermediate_size=56, seed=12),
     "tiny-mistral": Recipe(MistralConfig, layers=6, intermediate_size=48, seed=13),
+    "tiny-qwen3-moe": Recipe(Qwen3MoeConfig, layers=5, intermediate_size=12, seed=14, experts=8),
 }
 
 
@@ -88,8 +91,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, config_clas
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 and 5 both know
-    if config_class is Qwen2Config:
-        # AutoTokenizer of transformers 5 gives every qwen2 model Qwen2's own BPE, which turns this text into nothing,
+    if config_class in (Qwen2Config, Qwen3MoeConfig):
+        # AutoTokenizer of transformers 5 gives every Qwen model Qwen2's own BPE, which turns this text into nothing,
         # unless an entry claims code of its own; that code is then skipped (untrusted) and the class above taken.
         settings["auto_map"] = {"AutoTokenizer": ["", ""]}
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -156,6 +159,14 @@ def build_model(name: str, vocabulary_size: int) -> PreTrainedModel:
     }
     if recipe.config_class is MistralConfig:
         options["sliding_window"] = None
+    if recipe.experts:
+        options |= {
+            "head_dim": 8,
+            "moe_intermediate_size": recipe.intermediate_size,
+            "num_experts": recipe.experts,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        }
     torch.manual_seed(recipe.seed)
     return AutoModelForCausalLM.from_config(recipe.config_class(**options), attn_implementation="sdpa")
 
@@ -170,18 +181,22 @@ def train(name: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> PreTrain
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}: {parameters:,} parameters, {steps} steps", flush=True)
+    # Of a mixture also the loss that has its router use all experts alike.
+    routed = {"output_router_logits": True} if RECIPES[name].experts else {}
     start = time.perf_counter()
     total = 0.0
     for step in range(1, steps + 1):
         batch = torch.tensor([next(rows) for _ in range(BATCH_ROWS)])
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        output = model(input_ids=batch[:, :-1], use_cache=False, **routed)
+        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch[:, 1:].flatten())
+        total += loss.item()
+        if routed:
+            loss = loss + model.config.router_aux_loss_coef * output.aux_loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        total += loss.item()
         if step % 500 == 0:
             print(f"  step {step}: loss {total / 500:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
             total = 0.0

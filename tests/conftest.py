@@ -35,7 +35,7 @@ from tune_prune import embedded
 from tune_prune.commands import search
 from tune_prune.data import calibration
 from tune_prune.models import fused
-from tune_prune.models.families import FAMILIES
+from tune_prune.models.families import FAMILIES, choose_experts_kernel
 from tune_prune.pruning.surgery import Sketch
 from tune_prune.tuning import cost, memory, plan_cost, set_up_ray
 from tune_prune.tuning.cost import Speed, SpeedRequest
@@ -77,7 +77,9 @@ SCALED_BY_POSITION: dict[str, Any] = {
 TWO_SLIDE = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2, "sliding_window": 5}
 
 # Every family as it is, and what its config can switch on: more biases, tied embeddings, sliding windows.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in FAMILIES} | {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    model_type: (model_type, {}) for model_type, family in FAMILIES.items() if not family.experts
+} | {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "mistral-sliding": ("mistral", {"sliding_window": 5}),
@@ -224,13 +226,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
 # Those that differ from others in nothing that statistics and compensation see: only slow tests of these walk them.
 ALIKE = ("internlm3", "seed_oss", "ernie4_5", "cwm", "ministral", "olmo", "cohere", "olmo3")
 
+# Mixtures of 7 experts of 16 channels, of which a token takes 3; where switched, layer 1 has a plain MLP.
+MOE: dict[str, Any] = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "qwen3_moe-switched": (
+        "qwen3_moe",
+        {
+            **MOE,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+}
+
 
 def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model of that variant in eval mode, its fused projections apart; `overrides` are config fields."""
-    model_type, fields = VARIANTS[variant]
+    model_type, fields = (VARIANTS | MIXTURES)[variant]
     overrides = {"attn_implementation": "sdpa"} | overrides
     config = AutoConfig.for_model(model_type, **(SIZES | fields | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    choose_experts_kernel(model, FAMILIES[model_type])
     generator = torch.Generator().manual_seed(seed)
     mean = 0 if "gemma" in model_type else 1  # of norms' weights: Gemma's multiply by 1 more
     for name, p in model.named_parameters():
@@ -276,6 +297,12 @@ def near(variant: str, exact: float) -> float:
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in VARIANTS])
 def variant(request: pytest.FixtureRequest) -> str:
     """Every family and what its config can switch on, one after the other."""
+    return request.param
+
+
+@pytest.fixture(params=MIXTURES)
+def mixture(request: pytest.FixtureRequest) -> str:
+    """Every mixture of experts, one after the other."""
     return request.param
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from tests.residencies import in_way
 from tune_prune.evaluation.divergence import head_inputs, token_divergences
@@ -41,6 +41,10 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "kl": ("", ()),
     "zero_shot": ("", ()),
     "zero_shot streamed": ("", ()),
+    "taylor of experts": ("taylor", (10,)),
+    "taylor of experts by layer": ("taylor", (10,)),
+    "expert_outputs of experts": ("expert_outputs", (10,)),
+    "evaluation of experts": ("", ()),
 }
 
 
@@ -51,11 +55,14 @@ class Stage:
 
 
 def build(name: str) -> Stage:
-    """A Llama of four layers with what the plan says of it and the stage `name`, already run once on few tokens, so that what torch
-    itself takes at its first use is there."""
+    """A Llama, or a mixture of 8 experts, of four layers with what the plan says of it and the stage `name`, already run once on
+    few tokens, so that what torch itself takes at its first use is there."""
     statistic, numbers = STAGES[name]
     vocab = 2000 if name == "copies" else 8000
-    config = LlamaConfig(
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    mixture = "of experts" in name
+    config = (Qwen3MoeConfig if mixture else LlamaConfig)(
+        **(experts if mixture else {}),
         vocab_size=vocab,
         hidden_size=384,
         intermediate_size=1024,

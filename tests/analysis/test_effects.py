@@ -323,7 +323,7 @@ def test_a_full_grid_has_what_only_a_refit_reads_among_refits_alone():
     columns = ["method", "seq_len", "compensation", "damping"]
     rows = pd.DataFrame(points, columns=columns).assign(
         num_samples=8, removal_divisor=5, shape="free", calibration="c", refit_tokens=2048, steps=1, pruning_duration_s=1.0,
-        importance_duration_s=1.0, removal_power=1.0, normalization="none", layer_cap=1.0, recovery_rank=8,
+        importance_duration_s=1.0, removal_power=1.0, normalization="none", layer_cap=1.0, whole_experts=1.0, recovery_rank=8,
     )  # fmt: skip
     assert grid_size(rows) == len(rows) == 16
     assert grid_size(rows[rows["compensation"] == "none"]) == 4

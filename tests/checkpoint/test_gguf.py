@@ -156,11 +156,10 @@ def test_stock_architecture_where_it_fits(case: str, shape: str, write: Callable
 
 def test_families_have_an_architecture_for_layers_alike_and_most_have_one_for_others():
     assert set(ARCHITECTURES) <= set(FAMILIES)
-    assert {family_of(variant).model_type for variant, _ in CASES.values()} == set(ARCHITECTURES)
+    assert {family_of(variant).model_type for variant, _ in CASES.values()} == set(ARCHITECTURES) - {"qwen3_moe"}
     assert not any(known[0].per_layer for known in ARCHITECTURES.values())
-    assert {name for name, known in ARCHITECTURES.items() if not known[-1].per_layer} == {
-        CASES[case][0] for case in ONE_WIDTH
-    }
+    one_width = {CASES[case][0] for case in ONE_WIDTH} | {"qwen3_moe"}
+    assert {name for name, known in ARCHITECTURES.items() if not known[-1].per_layer} == one_width
 
 
 def test_half_precision_is_of_matrices_only(write: Callable[..., File]):

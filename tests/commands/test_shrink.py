@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conftest import SIZES, VARIANTS
+from tests.conftest import MIXTURES, SIZES, VARIANTS
 from tune_prune.checkpoint import manifest
 from tune_prune.commands import shrink
+from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 
@@ -71,10 +72,11 @@ def test_it_goes_on_after_kills_and_measures_what_it_has_saved(tmp_path: Path) -
         ("smollm3", "llama.cpp", "uniform"),  # llama.cpp has no layers of it that differ
         ("smollm3", "vllm", None),
         ("llama", "mlx", "aligned"),
+        *(("qwen3_moe-switched", engine, "uniform") for engine in ("vllm", "mlx")),
     ],
 )
 def test_the_shape_is_one_that_the_engine_takes(tmp_path: Path, variant: str, engine: str, shape: str | None) -> None:
-    model_type, fields = VARIANTS[variant]
+    model_type, fields = (VARIANTS | MIXTURES)[variant]
     rope = {"no_rope_layers": [1, 1, 1, 0]} if variant == "smollm3" else {}
     AutoConfig.for_model(model_type, **SIZES | fields | rope).save_pretrained(tmp_path / "model")
     args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", engine])

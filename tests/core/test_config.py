@@ -52,6 +52,7 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
         **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
         **{"seed": [None, 1, 16], "calibration": [None, "c4", "wikitext2+c4"], "steps": [1, 3, 16]},
         **{"removal_power": [1.0, 0.5], "normalization": ["none", "kind", "layer"], "layer_cap": [1.0, 0.5]},
+        "whole_experts": [1.0, 0.5],
     }
     recipe = {
         **{"compensation": ["none", "least_squares"], "damping": [0.1, 3.0, 5.0], "refit_tokens": [16_384, 2048]},
@@ -99,10 +100,16 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     assert key(other) == key(run=replace(RUN, seed=1))
     plain = {name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.switch}
     # Records are as before there were these.
-    later = {"steps", "removal_power", "normalization", "layer_cap", "recovery_rank"}
+    later = {"steps", "removal_power", "normalization", "layer_cap", "recovery_rank", "whole_experts"}
     assert {name for name, row in HYPERPARAMETERS.items() if row.later} == later
     assert CONFIG.to_dict().keys() == plain - later
-    for name, value in {"steps": 2, "removal_power": 0.5, "normalization": "kind", "layer_cap": 0.5}.items():
+    for name, value in {
+        "steps": 2,
+        "removal_power": 0.5,
+        "normalization": "kind",
+        "layer_cap": 0.5,
+        "whole_experts": 0.5,
+    }.items():
         assert replace(CONFIG, **{name: value}).to_dict().keys() == plain - later | {name}
     both = {"compensation": "least_squares", "recovery": "lora"}
     for switches in ({"compensation": "least_squares"}, {"recovery": "lora"}):

@@ -12,7 +12,7 @@ from make_random_model import config_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conftest import SIZES, VARIANTS, attends
+from tests.conftest import MIXTURES, SIZES, VARIANTS, attends
 from tune_prune.core.errors import UserError
 from tune_prune.models import fused, unsupported
 from tune_prune.models.families import FAMILIES, Family, check_structure, decoder_layers, family_of
@@ -53,20 +53,24 @@ def test_a_row_describes_a_real_model_of_its_type(model_type):
     for layer in decoder_layers(model, family):
         named = {path for path, _ in layer.named_modules()}
         norms = set(family.layer_norms) | {f"{family.attention}.{norm}" for norm in family.head_norms}
-        assert set(family.projections().values()) | norms <= named
+        paths = set(family.projections().values())
+        if family.experts:
+            paths = {path for path in paths if not path.startswith(f"{family.mlp}.")}
+            paths |= {f"{family.mlp}.{family.experts}", f"{family.mlp}.{family.router}"}
+        assert paths | norms <= named
         parameters = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
         if "attention" not in family.prunes:
             parameters = {name for name in parameters if name.startswith(f"{family.mlp}.")} | norms
-        assert parameters == set(family.projections().values()) | norms  # nothing else has weights
+        assert parameters == paths | norms  # nothing else has weights
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_is_tested_with_its_switches_off_their_defaults(model_type):
     """A row that fits the default config alone may be wrong for every real model of the family."""
     usual = AutoConfig.for_model(model_type).to_dict() | SIZES
-    switched = [
-        (name, value) for kind, fields in VARIANTS.values() if kind == model_type for name, value in fields.items()
-    ]
+    usual["num_experts"] = usual.get("num_local_experts")
+    every = (VARIANTS | MIXTURES).values()
+    switched = [(name, value) for kind, fields in every if kind == model_type for name, value in fields.items()]
     assert switched and all(usual[name] != value for name, value in switched), switched
 
 

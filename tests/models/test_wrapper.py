@@ -132,7 +132,10 @@ def test_programs_that_have_seen_none_of_its_classes_load_it(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert first.startswith("True transformers_modules.") and second == "True" and third == "PrunedMistral3Model False"
-    code = "import sys; from tune_prune.models import catalog, loading; print(loading.load_config(catalog.resolve(sys.argv[1])).model_type)"
+    code = (
+        "import sys; from tune_prune.models import catalog, loading; "
+        "print(loading.load_config(catalog.resolve(sys.argv[1])).model_type)"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "pruned")]
     here = environment | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=here, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -202,9 +202,9 @@ def test_a_layer_that_adds_nothing_goes_before_all_others_by_every_method_that_r
     with torch.no_grad():
         for path in weights:
             model.model.layers[2].get_submodule(path).weight.zero_()
-    for name in method_names():
-        method = load_method(name)
-        for by in method.normalizations if method.statistics else ():
+    for method in map(load_method, method_names()):
+        name = method.name
+        for by in method.normalizations if method.statistics and not method.only_experts else ():
             layers = scores_of(name, model, samples).normalized(by).with_a_lowest()
             dead, *others = (np.concatenate([layers.attention[i], layers.mlp[i]]) for i in (2, 0, 1, 3))
             assert dead.max() < np.concatenate(others).min(), (name, by)
@@ -241,4 +241,5 @@ def test_what_methods_read():
     samples = {"seq_len", "num_samples", "seed", "calibration", "steps"}
     assert reads["magnitude"] == set() and reads["random"] == {"seed"}
     assert reads["taylor"] == reads["wanda_sp"] == reads["flap"] == reads["block_influence"] == reads["kfac"] == samples
+    assert reads["reap"] == samples
     assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor", "removal_power"}

@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2TokenizerFast
 
-from tests.conftest import build_tiny
+from tests.conftest import MIXTURES, build_tiny
 from tests.quiz import byte_tokenizer, score_all, unequal_llama, write_quiz
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.machine import Load
@@ -104,6 +104,33 @@ def test_operations_of_a_statistics_pass_are_those_that_torch_counts(name, kinds
     ):  # nor, without one of weights, what is in front of the first layer's output
         expected -= 2 * 4 * arithmetic.query_width / arithmetic.layers * ROWS * LENGTH**2
     assert counter.get_total_flops() - probe.get_total_flops() == pytest.approx(expected, rel=ROTATIONS)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("name", ["", "taylor", "gate_fisher", "expert_outputs"])
+def test_of_a_mixture_the_experts_that_a_token_takes_count(mixture, name, monkeypatch):
+    model = build_tiny(mixture, attn_implementation="eager")
+    family = family_of("qwen3_moe")
+    arithmetic = Arithmetic.of(read_geometry(model, family), model.config.vocab_size)
+    windows = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
+    if not name:
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            model(input_ids=windows, use_cache=False)
+        expected = arithmetic.forward(ROWS * LENGTH, LENGTH) + unseen(arithmetic, arithmetic.layers)
+        assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)  # biases are counted as weights
+        return
+    need, statistic = Need(name, "", ROWS), load_statistic(name)
+    work = statistic.work([need], LENGTH, arithmetic.layers, "cpu")
+    NextTokenLosses(model)
+    with FlopCounterMode(display=False) as counter:
+        statistic.collect(model, family, windows, [need])
+    with FlopCounterMode(display=False) as probe:
+        NextTokenLosses(model)
+    times = 3 if work.backward else 1
+    expected = arithmetic.of_pass(work, LENGTH) + times * unseen(arithmetic, work.attention_tokens / (ROWS * LENGTH))
+    found = counter.get_total_flops() - work.backward * probe.get_total_flops()
+    # What nobody asks for, of the first layer and of experts that no token takes; and of expert_outputs the routers count twice.
+    assert found == pytest.approx(expected, rel=0.08)
 
 
 def test_operations_of_kfac_are_those_of_gate_fisher_and_its_products(monkeypatch):

@@ -37,7 +37,14 @@ class _AtOnce(Executor):
         return done
 
 
-QUICK = ("input_norms", "evaluation", "kl", "zero_shot")  # the others take up to twelve seconds
+QUICK = (
+    "input_norms",
+    "evaluation",
+    "kl",
+    "zero_shot",
+    "expert_outputs of experts",
+    "evaluation of experts",
+)  # the others take up to twelve seconds
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STAGES]
 
 

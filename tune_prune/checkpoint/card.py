@@ -377,10 +377,10 @@ _STYLE: dict[str, Any] = {
 
 
 def layer_counts(manifest: Manifest, geometry: Geometry) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return kept and dense counts [layers of the dense model] of KV groups and of MLP channels."""
+    """Return kept and dense counts [layers of the dense model] of KV groups and of MLP channels, or experts."""
     plan = manifest.plan
     groups = {"KV groups": (plan.kept_groups, geometry.kv_heads)} if any(geometry.kv_heads) else {}
-    both = groups | {"MLP channels": (plan.kept_channels, geometry.mlp_width)}
+    both = groups | {f"{geometry.channel_name}s": (plan.kept_channels, geometry.mlp_width)}
     return {name: (np.array([*map(len, kept)]), np.array(dense)) for name, (kept, dense) in both.items()}
 
 

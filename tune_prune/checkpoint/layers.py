@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -37,7 +37,8 @@ class LayerWidths:
 
     heads: int  # query heads
     kv_heads: int
-    channels: int  # of the MLP
+    channels: int  # of the MLP, or experts
+    expert_width: int = 0  # channels of each expert; 0: a plain MLP
 
     def skip(self, prunes: Sequence[str]) -> list[str]:
         """Return the names of the blocks that are gone, as configs say it, of those of which parts may go."""
@@ -69,6 +70,9 @@ def compact(pruned: Sketch, family: Family) -> tuple[Sketch, list[int]]:
             cast(Any, attention).layer_idx = number  # its place in the cache
     config, prefix = pruned.model.config, f"{family.layers}."
     config.num_hidden_layers = len(kept)
+    if family.experts:  # which layers have a mixture was said by their old numbers
+        plain = [number for number, index in enumerate(kept) if family.mixture(layers[index]) is None]
+        config.mlp_only_layers, config.decoder_sparse_step = plain, 1
     for name in LAYER_LISTS:
         if (values := getattr(config, name, None)) is not None:
             setattr(config, name, [values[index] for index in kept])
@@ -90,11 +94,20 @@ def check_plan(plan: PruningPlan, dense: LoadedModel) -> None:
             f"the plan is for a model of {len(plan.kept_groups)} layers and {plan.total_params:,} parameters, but {label} has "
             f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
         )
-    kept = zip((*plan.kept_groups, *plan.kept_channels), (*geometry.kv_heads, *geometry.mlp_width), strict=True)
+    kept = [*zip((*plan.kept_groups, *plan.kept_channels), (*geometry.kv_heads, *geometry.mlp_width), strict=True)]
+    for experts, channels, width in zip(plan.kept_channels, plan.inside(), geometry.expert_width, strict=False):
+        alike = len(channels) in (0, len(experts)) and len({len(one) for one in channels}) <= 1
+        kept += [(one if alike and one else (width,), width) for one in channels]  # else one that is not there
     if any(list(part) != sorted(set(part)) or not set(part) <= set(range(size)) for part, size in kept):
         raise UserError(
-            f"the plan keeps a KV group or MLP channel that {label} does not have, or one twice; restore the plan from a copy, or "
-            "delete it to have it computed again"
+            f"the plan keeps a KV group or {geometry.channel_name} that {label} does not have, or one twice; restore the "
+            "plan from a copy, or delete it to have it computed again"
+        )
+    least = enumerate(geometry.least_channels)
+    if few := [layer for layer, count in least if len(plan.kept_channels[layer]) < count]:
+        raise UserError(
+            f"the plan keeps {len(plan.kept_channels[few[0]])} experts of layer {few[0]}, and its router takes "
+            f"{geometry.experts_per_token} for every token: keep so many"
         )
     if gone := [layer for layer in geometry.cache_layers if not plan.kept_groups[layer]]:
         raise UserError(
@@ -112,7 +125,9 @@ def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
             family.kv_heads(layer),
         )
         heads = rows["query"] // family.head_dim(layer) if kv_heads else 0
-        sizes.append(LayerWidths(heads, kv_heads, rows.get("gate", 0)))
+        mixture = family.mixture(layer)
+        mlp = (rows.get("gate", 0), 0) if mixture is None else (mixture.count, mixture.width)
+        sizes.append(LayerWidths(heads, kv_heads, *mlp))
     return tuple(sizes)
 
 
@@ -132,6 +147,8 @@ def stock_config(config: PretrainedConfig, size: LayerWidths, head_dim: int) -> 
 def _fields(size: LayerWidths) -> dict[str, Any]:
     """Return the fields of a config that state the sizes of a layer, of the blocks that it has and that may be cut."""
     attention = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads} if size.kv_heads else {}
+    if size.expert_width:
+        return attention | {"num_local_experts": size.channels, "moe_intermediate_size": size.expert_width}
     return attention | ({"intermediate_size": size.channels} if size.channels else {})
 
 
@@ -158,15 +175,15 @@ def pruned_config(
         fields["logit_scale"] = multiplier
     if "attention" in family.prunes:
         fields["head_dim"] = head_dim
-    dense = (config.num_key_value_heads, config.intermediate_size)
-    if all(size.kv_heads in (0, dense[0]) and size.channels in (0, dense[1]) for size in sizes):
+    kv_heads, usual = config.num_key_value_heads, {0, config.intermediate_size, getattr(config, "num_experts", 0)}
+    if all(size.kv_heads in (0, kv_heads) and size.channels in usual for size in sizes):
         # Whole blocks are gone and nothing else. The family's own class, forced on the checkpoint, raises where a tensor does
         # not fit, but fills one that it misses with random numbers: so nothing may fit the sizes that it reads.
-        per_kv = config.num_attention_heads // dense[0]
+        per_kv = config.num_attention_heads // kv_heads
         fields |= (
-            {"num_attention_heads": (dense[0] + 1) * per_kv, "num_key_value_heads": dense[0] + 1}
+            {"num_attention_heads": (kv_heads + 1) * per_kv, "num_key_value_heads": kv_heads + 1}
             if "attention" in family.prunes
-            else {"intermediate_size": dense[1] + 1}
+            else {"intermediate_size": config.intermediate_size + 1}
         )
     return cast(Any, pruned_class(config.model_type).config_class).from_dict(fields)
 
@@ -197,11 +214,21 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
     groups, channels = least_widths(config, family, fmt)
     heads = groups * geometry.queries_per_kv
     sizes = [
-        LayerWidths(max(heads, size.heads), max(groups, size.kv_heads), max(channels, size.channels))
+        replace(
+            size,
+            heads=max(heads, size.heads),
+            kv_heads=max(groups, size.kv_heads),
+            channels=max(channels, size.channels),
+        )
         for size in widths(pruned.model, family)
     ]
     if is_uniform(sizes, geometry.uniform_kv_heads):
         config = stock_config(config, sizes[0], geometry.head_dim)
+    elif any(size.expert_width for size in sizes) and fmt != "hf":
+        raise UserError(
+            f"format {fmt} fills layers up with zeros, and a router would take experts of zeros; search with --shape uniform, "
+            "which needs none, or save the model with --format hf"
+        )
     elif fmt == "hf-padded":
         config = stock_config(config, _widest(sizes, geometry), geometry.head_dim)
     else:
@@ -289,9 +316,9 @@ class Sizes:
     weight_bytes        the bytes of those parameters
     kv_bytes_per_token  keys and values that one more token leaves in the cache of all layers: 2·K·d numbers a layer. A layer
                         with a sliding window stops growing when its window is full; up to there it costs the same.
-    macs_per_token      multiply-accumulates of all projections and the head for one token, i.e. one per weight. The head
-                        counts where it is tied, too; embeddings (a look-up), norms and attention scores (they grow with the
-                        context) do not.
+    macs_per_token      multiply-accumulates of all projections and the head for one token, i.e. one per weight; of a mixture
+                        those of its router and of the experts that it takes. The head counts where it is tied, too;
+                        embeddings (a look-up), norms and attention scores (they grow with the context) do not.
 
     A block without channels left is as one that is gone. Check values for Llama-3-8B in bfloat16: 8,030,261,248 parameters, 131,072
     KV bytes (32 layers x 8 KV heads x 128 x 2 x 2 bytes), 7,504,658,432 MACs.
@@ -307,6 +334,7 @@ def sizes(model: PreTrainedModel, family: Family, around_params: int = 0) -> Siz
     """Return the sizes of `model`, whose layers may have lost blocks, with so many parameters of a wrapper around it."""
     params = list(model.parameters())  # each once, however many modules share it
     layers = decoder_layers(model, family)
+    mixtures = [mixture for layer in layers if (mixture := family.mixture(layer)) is not None]
     return Sizes(
         params=sum(p.numel() for p in params) + around_params,
         weight_bytes=sum(p.nbytes for p in params) + around_params * model.dtype.itemsize,
@@ -314,6 +342,7 @@ def sizes(model: PreTrainedModel, family: Family, around_params: int = 0) -> Siz
             linear.out_features * linear.weight.dtype.itemsize for layer in layers for linear in family.cached(layer)
         ),
         macs_per_token=sum(part.weight.numel() for part in layers.modules() if isinstance(part, nn.Linear))
+        + sum(mixture.weights_used for mixture in mixtures)
         + cast(nn.Linear, model.get_output_embeddings()).weight.numel(),
     )
 

@@ -33,14 +33,19 @@ def name_of(kind: str | None) -> str | None:
     return kind.upper() if kind in GGUF_KINDS else kind
 
 
-def check(kind: str | None, fmt: str, shape: str, around_params: int = 0) -> None:
+def check(kind: str | None, fmt: str, shape: str, around_params: int = 0, experts: bool = False) -> None:
     """Raise UserError unless a checkpoint of format `fmt`, pruned in `shape`, can be quantised to `kind` with what is installed;
-    None: it is not quantised. `around_params`: of a wrapper around the language model."""
+    None: it is not quantised. `around_params`: of a wrapper around the language model; `experts`: whether that is a mixture."""
     if kind is None:
         return
     if (fmt == "gguf") != (kind in GGUF_KINDS):
         step = "add --format gguf" if kind in GGUF_KINDS else f"take one of {', '.join(GGUF_KINDS)}"
         raise UserError(f"--quantize {kind} is no type of --format {fmt}; {step}, or leave --quantize out")
+    if experts:
+        raise UserError(
+            f"--quantize {kind} rounds the matrices of single projections, and the experts of this model are stacked; leave it "
+            "out, and quantise the checkpoint with llm-compressor, a GGUF file with llama-quantize"
+        )
     if fmt == "hf-padded":
         raise UserError(
             f"--quantize {kind} makes a model smaller, and --format hf-padded fills it up with zeros; take --format hf, with "

@@ -233,6 +233,8 @@ def _add_older_names(path: Path) -> None:
     changes = {"torch_dtype": values["dtype"], **_older_rope(values)}
     if "text_config" in values:
         changes["text_config"] = values["text_config"] | _older_rope(values["text_config"])
+    if "num_local_experts" in values:
+        changes["num_experts"] = values["num_local_experts"]
     _change_json(path, changes)
 
 

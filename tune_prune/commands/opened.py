@@ -132,6 +132,7 @@ class Model:
         removal_power: float | None = None,
         normalization: str | None = None,
         layer_cap: float | None = None,
+        whole_experts: float | None = None,
         steps: int | None = None,
         shape: str | None = None,
         align: int | None = None,
@@ -194,7 +195,9 @@ class Model:
 
     def _way(self, config: PruningConfig, plan: PruningPlan | None) -> Residency:
         """Choose the fastest way to hold the model that fits while it is pruned, by `plan` where that is known."""
-        removed = target_params(self.geometry, config.pruning_ratio, config.shape, config.layer_cap)
+        removed = target_params(
+            self.geometry, config.pruning_ratio, config.shape, config.layer_cap, config.whole_experts
+        )
         wanted, cut = passes_of if plan is None else recipe_passes, self._shapes.pruning
         passes = wanted([config], self.geometry.num_layers, self.device)
         what = f"to prune {self.label} by {config.name}"
@@ -436,7 +439,8 @@ class PrunedModel:
             format=format, dtype=dtype, shard_gb=shard_gb, overwrite=overwrite, measure=measure, quantize=quantize
         )
         checked("prune", asked | {"upload": upload, "public": public})
-        quantisation.check(quantize, format, self.config.shape, self.dense.geometry.around_params)
+        dense = self.dense.geometry
+        quantisation.check(quantize, format, self.config.shape, dense.around_params, any(dense.mixtures))
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
         if upload is not None:

@@ -284,7 +284,7 @@ def _table_of_models(plan: Plan) -> list[tuple[str, ...]]:
         removable = " / ".join(f"{shapes.removal_bounds(g, shape).most:,}" for shape in model.shapes)
         groups_of, channels = (
             "whole" if g.whole_attention else f"{max(g.kv_heads)} x {max(g.group_cost):,}",
-            f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
+            f"{max(g.mlp_width)}{' experts' * all(g.mixtures)} x {max(g.channel_cost):,}",
         )
         for ratio, target in model.targets.items():
             sizes = (f"{g.total_params:,}", f"{target:,}", removable, str(g.num_layers), groups_of, channels)

@@ -114,7 +114,8 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     from tune_prune.checkpoint.layers import padded_params
 
     # Before hours of statistics.
-    quantisation.check(options.get("quantize"), fmt, request.config.shape, dense.geometry.around_params)
+    about = dense.geometry
+    quantisation.check(options.get("quantize"), fmt, request.config.shape, about.around_params, any(about.mixtures))
     if fmt == "gguf":
         from tune_prune.checkpoint.gguf.architecture import check_shape
 

@@ -222,10 +222,12 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None,
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | {"shape": shapes.BY_SIZE} | given
     method.check_normalization(full["normalization"])
     (shape,) = resolve.aligned((full["shape"],), align, gpus)
-    shape = shapes.resolve(shape, None, dense.geometry.total_params)
+    shape = shapes.resolve(shape, None, dense.geometry.total_params, dense.geometry.mixtures)
     method.check_shape(shape)
+    method.check_experts(dense.geometry.mixtures, dense.run.label)
     config = PruningConfig(**full | {"shape": shape}).within(dense.run)
-    selection.target_params(dense.geometry, config.pruning_ratio, config.shape, config.layer_cap)
+    method.check_whole_experts(config, dense.geometry.mixtures, dense.run.label)
+    selection.target_params(dense.geometry, config.pruning_ratio, config.shape, config.layer_cap, config.whole_experts)
     about = dense.run.of(config), dense.source, dense.config, dense.tokenizer
     if method.statistics:
         checks.check_calibration(*about, (config.seq_len,), config.num_samples)

@@ -118,8 +118,9 @@ def _shrink(args: argparse.Namespace) -> None:
     with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
         plan = make_plan(settings, args.gpu)
     (model,) = plan.models
-    quantisation.check(args.quantize, target.format, model.shapes[0], model.geometry.around_params)
-    if target is TARGETS["mlx"] and model.geometry.around_params:
+    around, experts = model.geometry.around_params, any(model.geometry.mixtures)
+    quantisation.check(args.quantize, target.format, model.shapes[0], around, experts)
+    if target is TARGETS["mlx"] and around:
         raise UserError(
             f"mlx_lm takes no language model out of {model.run.label}, which reads images, too; leave --for mlx out"
         )
@@ -177,15 +178,23 @@ def _asked(args: argparse.Namespace, effort: Effort, shape: str | None) -> dict[
 
 
 def _shape(args: argparse.Namespace, target: Target) -> str | None:
-    """Return the shape for an engine: one width for all layers where llama.cpp has no layers that differ for the family."""
+    """Return the shape for an engine: one width for all layers where llama.cpp has no layers that differ for the family, or where
+    only a plain config says how many experts there are. Raises UserError where the engine cannot run the family."""
     from tune_prune.checkpoint.gguf.architecture import check_config, check_shape
     from tune_prune.models import catalog, loading
+    from tune_prune.models.families import family_of
     from tune_prune.models.registration import MLX_FAMILIES
 
     engine = vars(args)["for"]
-    if engine not in ("mlx", "llama.cpp"):
-        return "aligned" if args.quantize == "int4" else target.shape  # which takes widths in multiples of 32
+    wanted = "aligned" if args.quantize == "int4" else target.shape  # which takes widths in multiples of 32
+    if engine == "transformers":
+        return wanted
     config = loading.load_config(catalog.resolve(args.model))
+    family = family_of(config.model_type)
+    if family.experts and engine in ("vllm", "mlx"):
+        return "uniform"
+    if engine == "vllm":
+        return wanted
     if engine == "mlx":
         if config.model_type not in MLX_FAMILIES:
             raise UserError(

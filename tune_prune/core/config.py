@@ -39,7 +39,7 @@ TASK_ITEMS = {
     "openbookqa": 500,
 }
 
-EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral")  # which tune_prune/embedded has
+EMBEDDED_MODELS = ("tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe")  # which tune_prune/embedded has
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
 # What notes say of a model whose weights were changed besides the cut, or were not, as a guard has refused what was asked for
@@ -119,6 +119,7 @@ class PruningConfig:
     removal_power: float = HYPERPARAMETERS["removal_power"].default
     normalization: str = HYPERPARAMETERS["normalization"].default
     layer_cap: float = HYPERPARAMETERS["layer_cap"].default
+    whole_experts: float = HYPERPARAMETERS["whole_experts"].default
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():

@@ -12,6 +12,7 @@ from tune_prune.core.kinds import (
     Fraction,
     Kind,
     MethodName,
+    Part,
     ShapeName,
     Share,
     TextNames,
@@ -155,6 +156,11 @@ HYPERPARAMETERS = {
         Hyperparameter(
             "layer_cap", "Layer cap", Share(1.0), "0.5",
             "largest share of a layer's KV groups, and of its MLP channels, that may be removed", "selection", 1.0, "x", later=True,
+        ),
+        Hyperparameter(
+            "whole_experts", "Whole experts", Part(), "0.5",
+            "mixtures of experts only: share of the removal that is whole experts and attention; the rest is channels inside of "
+            "the experts that stay", "selection", 1.0, "w", later=True,
         ),
     )
 }  # fmt: skip

@@ -131,6 +131,26 @@ class Share(Kind):
         return f"{value:g}"
 
 
+class Part(Kind):
+    """A part of a whole, 0 and 1 included."""
+
+    is_text = False
+
+    def __str__(self) -> str:
+        return "a number from 0 to 1"
+
+    def read(self, text: str) -> float:
+        if not self.holds(value := _float(text)):
+            raise ValueError(text)
+        return value
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+    def short(self, value: float) -> str:
+        return f"{value:g}"
+
+
 @dataclass(frozen=True)
 class Choice(Kind):
     """One of several names."""

@@ -4,7 +4,8 @@ One row per family; every room reads the row and none asks for a model's type. T
 run `pytest tests/models/test_families.py`, which walks the table. `check_structure` compares a row with a built model, so that
 an unknown or sparse layout becomes a sentence instead of wrong numbers.
 
-Shapes: H hidden size, d head dim, K key/value heads, g query heads per KV head, M MLP width; weights are [out, in].
+Shapes: H hidden size, d head dim, K key/value heads, g query heads per KV head, M MLP width, E experts of m channels; weights are
+[out, in].
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
 from tune_prune.core.errors import UserError, did_you_mean
@@ -26,6 +28,52 @@ LAYER_LISTS = ("layer_types", "no_rope_layers")  # fields of configs that have a
 ATTENTION = ("query", "key", "value", "output")
 MLP = ("gate", "up", "down")
 ROLES = {"attention": ATTENTION, "mlp": MLP}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts: a router scores all of them for a token, and the best `top_k` add what they make of it. The weights of
+    all are stacked: gate and up [E, 2m, H], down [E, H, m], router [E, H]."""
+
+    experts: nn.Module
+    router: nn.Module
+
+    @property
+    def gate_up(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.experts.gate_up_proj)
+
+    @property
+    def down(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.experts.down_proj)
+
+    @property
+    def router_weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.router.weight)
+
+    @property
+    def count(self) -> int:
+        return len(self.down)
+
+    @property
+    def width(self) -> int:
+        """Channels of each expert."""
+        return self.down.shape[2]
+
+    @property
+    def top_k(self) -> int:
+        return cast(int, self.router.top_k)
+
+    @property
+    def weights_used(self) -> int:
+        """Weights that compute a token: the router's, and those of the experts that it takes."""
+        return self.router_weight.numel() + self.top_k * (self.gate_up[0].numel() + self.down[0].numel())
+
+    def fits(self, hidden: int) -> bool:
+        """Say whether the weights are of one number of experts of one width on the hidden size, each with a channel."""
+        count, width = self.count, self.width
+        shapes = [tuple(weight.shape) for weight in (self.gate_up, self.down, self.router_weight)]
+        wanted = [(count, 2 * width, hidden), (count, hidden, width), (count, hidden)]
+        return shapes == wanted and min(count, width) > 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +112,9 @@ class Family:
     # A BOS token stands in front of every text, as in training: without one a Gemma takes the first tokens for it, and all windows
     # are of another model (gemma-3-270m in windows of 128 tokens: perplexity 346, with one 46.5).
     bos: bool = False
+    # Of a mixture of experts: modules inside the MLP, which other layers of the model have as a plain one.
+    experts: str = ""
+    router: str = ""
 
     def projections(self) -> dict[str, str]:
         """Path inside a layer of each projection of the blocks that are pruned, by role."""
@@ -83,6 +134,17 @@ class Family:
         attention, or without MLP, those that it has (what is left of a removed block's last projection has no inputs)."""
         found = {role: _submodule(layer, path) for role, path in self.projections().items()}
         return {role: module for role, module in found.items() if isinstance(module, nn.Linear) and module.in_features}
+
+    def mixture(self, layer: nn.Module) -> Mixture | None:
+        """The mixture of experts in the place of a layer's MLP; None where it has a plain one, or none."""
+        experts = _submodule(layer, f"{self.mlp}.{self.experts}") if self.experts else None
+        return None if experts is None else Mixture(experts, layer.get_submodule(f"{self.mlp}.{self.router}"))
+
+    def group_weights(self, layer: nn.Module) -> list[torch.Tensor]:
+        """The weights of a layer that belong to groups: those of its projections and, stacked, of its experts."""
+        mixture = self.mixture(layer)
+        weights: list[torch.Tensor] = [linear.weight for linear in self.linears(layer).values()]
+        return weights if mixture is None else [*weights, mixture.gate_up, mixture.down]
 
     def head_dim(self, layer: nn.Module) -> int:
         return cast(int, layer.get_submodule(self.attention).head_dim)
@@ -191,6 +253,7 @@ FAMILIES = {
             recurrent=True,
             returns_tuple=True,
         ),
+        Family("qwen3_moe", head_norms=("q_norm", "k_norm"), experts="experts", router="gate"),
     )
 }
 
@@ -212,6 +275,15 @@ def decoder_layers(model: nn.Module, family: Family) -> nn.ModuleList:
     layers = model.get_submodule(family.layers)
     assert isinstance(layers, nn.ModuleList)
     return layers
+
+
+def choose_experts_kernel(model: PreTrainedModel, family: Family) -> None:
+    """Have the experts of `model` computed one after the other where the usual kernel, for all of them in one product, does not
+    take them: it wants rows of multiples of 16 bytes, and no float64."""
+    layers = decoder_layers(model, family) if family.experts else ()
+    widths = [mixture.width for layer in layers if (mixture := family.mixture(layer)) is not None]
+    if any(width * model.dtype.itemsize % 16 for width in widths) or (widths and model.dtype == torch.float64):
+        model.config._experts_implementation = "eager"
 
 
 def known_family(model: PreTrainedModel) -> Family | None:
@@ -245,6 +317,8 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
     pruned = model.config.model_type.startswith(PRUNED_PREFIX)
     expected = set(family.projections().values()) | set(family.layer_norms)
     expected |= {f"{family.attention}.{norm}" for norm in family.head_norms}
+    if family.experts:
+        expected |= {f"{family.mlp}.{part}" for part in (family.experts, family.router)}
     for index, layer in enumerate(layers):
         where = f"layer {index} of this {family.model_type} model"
         named = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
@@ -254,10 +328,12 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         if unknown:
             raise UserError(
                 f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "
-                "name (mixtures of experts are not supported); choose another model"
+                "name (other mixtures of experts are not supported); choose another model"
             )
         parts = family.linears(layer)
-        for roles in map(ROLES.__getitem__, family.prunes):
+        mixture = family.mixture(layer)
+        blocks = (block for block in family.prunes if block != "mlp" or mixture is None)
+        for roles in map(ROLES.__getitem__, blocks):
             if pruned and not set(roles) & set(parts):
                 continue
             for role in roles:
@@ -271,7 +347,8 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
                     )
         if "query" in parts:
             _check_head_norms(layer, family, where)
-        if not (_attention_fits(layer, family, hidden) and _mlp_fits(parts, hidden)):
+        mlp_fits = _mlp_fits(parts, hidden) if mixture is None else mixture.fits(hidden)
+        if not (_attention_fits(layer, family, hidden) and mlp_fits):
             raise UserError(
                 f"{where}: the shapes of its projections differ, as after pruning by another tool; give the original model"
             )

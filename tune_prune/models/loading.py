@@ -37,9 +37,18 @@ from transformers.utils import logging as transformers_logging
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.models import fingerprints, fused, hub, quantised, registration, unsupported, weight_files
+from tune_prune.models import (
+    fingerprints,
+    fused,
+    hub,
+    quantised,
+    registration,
+    stored_experts,
+    unsupported,
+    weight_files,
+)
 from tune_prune.models.catalog import ModelSource
-from tune_prune.models.families import FAMILIES, PRUNED_PREFIX, Family, family_of
+from tune_prune.models.families import FAMILIES, PRUNED_PREFIX, Family, choose_experts_kernel, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.gguf import convert
 from tune_prune.models.gguf import files as gguf_files
@@ -174,6 +183,9 @@ def whole_config(source: ModelSource) -> PretrainedConfig:
         for name in _RUN_OTHERWISE:
             language_config(config).__dict__.pop(name, None)
             config.__dict__.pop(name, None)
+        if getattr(config, "output_router_logits", False):
+            # They are for a loss of training, which wants one number of experts in every layer.
+            config.output_router_logits = False
         family = _family(config)
         place = hub.folder(source.location, source.revision) if source.kind == "hub" else Path(source.location)
         if place is None or quantised.about(place) is None:
@@ -356,6 +368,7 @@ def _opened(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
+    choose_experts_kernel(model, family)
     model.tie_weights()  # what was tied has become two parameters
     # None where there is none, or the hub does not answer.
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -374,7 +387,8 @@ def _opened(
     if (about := quantised.about(folder)) is not None:
         stored = quantised.weights(folder, model, about, dtype)
     elif whole is config:
-        stored = _stored_weights(weight_files.check_weights(folder, model, source.location, in_place), dtype)
+        places = weight_files.check_weights(folder, model, source.location, in_place)
+        stored = stored_experts.stacked(_stored_weights(places, dtype), model)
     else:
         wrapper = meta_model(whole)
         places = weight_files.check_weights(folder, wrapper, source.location, in_place)

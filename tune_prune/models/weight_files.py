@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
+from tune_prune.models.stored_experts import stored_parameters, unstacked
 
 _WHOLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls numbers that need no scale beside them
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"  # of weights in one file
@@ -56,7 +57,7 @@ Place = tuple[Path, str]
 
 def check_weights(folder: Path, model: nn.Module, name: str | None = None, in_place: bool = False) -> dict[str, Place]:
     """Return where the parameters of `model` (on the meta device) are in the weight files of `folder`, safetensors or, unless each
-    is to be read `in_place`, pickled; tied ones stand under each of their names.
+    is to be read `in_place`, pickled; tied ones stand under each of their names, and experts by those in files.
 
     Raises UserError unless these are undamaged and hold every parameter in its shape and as numbers that need no scale beside
     them, and no other weights nor parts of one: without them it would be another model. `name`: of the model, where it is not
@@ -78,8 +79,8 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None, in_pl
         )
     check_pointers(paths)
     tensors = {stored: (path, *about) for path in paths for stored, about in _header(path).items()}
-    names: dict[nn.Parameter, list[str]] = {}  # tied weights have several, and are stored under any of them
-    for known_as, parameter in model.named_parameters(remove_duplicate=False):
+    names: dict[torch.Tensor, list[str]] = {}  # tied weights have several, and are stored under any of them
+    for known_as, parameter in stored_parameters(model, remove_duplicate=False):
         names.setdefault(parameter, []).append(known_as)
     wrong = []
     places: dict[str, Place] = {}
@@ -242,10 +243,12 @@ def write_weights(
     called: Mapping[str, str] | None = None,
 ) -> None:
     """Write `weights` for the parameters of `model` (on the meta device) to `folder`, in files of `shard_bytes` at most: byte for
-    byte what transformers' save_pretrained writes of that model in memory. Takes the memory of one tensor, where safetensors'
-    own functions want all of a file; its format: github.com/huggingface/safetensors. `tensors`: what is stored in their place, by
-    names of `weights`. `called`: other names of parameters in the files."""
-    tensors = tensors or dict(model.named_parameters())
+    byte what transformers' save_pretrained writes of that model in memory, only that several files hold experts in another order.
+    Takes the memory of one tensor (of a layer's experts, where it has some), where safetensors' own functions want all of a file;
+    its format: github.com/huggingface/safetensors. `tensors`: what is stored in their place, by names of `weights`. `called`:
+    other names of parameters in the files."""
+    if tensors is None:
+        tensors, weights = dict(stored_parameters(model)), unstacked(weights, model)
     own_names = {(called or {}).get(name, name): name for name in tensors}
     tensors = {name: tensors[own] for name, own in own_names.items()}
     split = split_state_dict_into_shards_factory(

@@ -1,14 +1,15 @@
 """KV groups and MLP channels, about which pruning decides: their scores, which of them a plan keeps, and what that removes.
 
 A KV group is one key/value head with the g query heads that read it; an MLP channel is one gate row, up row and down
-column. Arrays come one per layer: shape [K] for groups, [M] for channels. Plain numpy: no torch.
+column. Arrays come one per layer: shape [K] for groups, [M] for channels. Where a layer has a mixture of experts, its experts stand
+in the place of channels, [E], and each has channels of its own, [E, m]. Plain numpy: no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,11 @@ class GroupScores:
     whatever scores are normalised by."""
 
     attention: tuple[np.ndarray, ...]  # per layer, float64 [K]
-    mlp: tuple[np.ndarray, ...]  # per layer, float64 [M]
+    # Per layer, float64 [M], or [E] of experts; of sums that are not yet divided by costs [E, 1 + m], each with its channels.
+    mlp: tuple[np.ndarray, ...]
+    expert_channels: tuple[
+        np.ndarray, ...
+    ] = ()  # per layer, float64 [E, m]; [0, 0] of a plain MLP; () where there are none
 
     @classmethod
     def of_layers(cls, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> GroupScores:
@@ -46,9 +51,12 @@ class GroupScores:
 
     def per_parameter(self, geometry: Geometry) -> GroupScores:
         """Return the scores divided by what each group costs, so that a large group does not win by its size."""
+        parts = [(part[:, 0], part[:, 1:]) if part.ndim > 1 else (part, np.empty((0, 0))) for part in self.mlp]
+        inside = tuple(channels / (3 * geometry.hidden_size) for _, channels in parts)
         return GroupScores(
             tuple(score / cost for score, cost in zip(self.attention, geometry.group_cost, strict=True)),
-            tuple(score / cost for score, cost in zip(self.mlp, geometry.channel_cost, strict=True)),
+            tuple(score / cost for (score, _), cost in zip(parts, geometry.channel_cost, strict=True)),
+            inside if any(channels.size for channels in inside) else (),
         )
 
     def scaled(self, attention: np.ndarray, mlp: np.ndarray) -> GroupScores:
@@ -56,6 +64,7 @@ class GroupScores:
         return GroupScores(
             tuple(score * factor for score, factor in zip(self.attention, attention, strict=True)),
             tuple(score * factor for score, factor in zip(self.mlp, mlp, strict=True)),
+            tuple(score * factor for score, factor in zip(self.expert_channels, mlp, strict=False)),
         )
 
     def normalized(self, by: str) -> GroupScores:
@@ -78,7 +87,7 @@ class GroupScores:
         first = [
             tuple(np.where(np.isneginf(part), lowest, part) for part in parts) for parts in (self.attention, self.mlp)
         ]
-        return GroupScores(*first)
+        return replace(self, attention=first[0], mlp=first[1])
 
 
 def _root_mean_square(scores: np.ndarray) -> float:
@@ -94,10 +103,12 @@ class PruningPlan:
     """Which groups are kept, as sorted indices per layer, and how many parameters that removes."""
 
     kept_groups: tuple[tuple[int, ...], ...]
-    kept_channels: tuple[tuple[int, ...], ...]
+    kept_channels: tuple[tuple[int, ...], ...]  # or experts
     target_params: int  # asked to be removed: floor(pruning_ratio * all parameters)
     removed_params: int  # removed by this plan
     total_params: int
+    # Per layer, of every expert that is kept, its channels that are, as many of each; () of a plain MLP. () where all are kept.
+    kept_expert_channels: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @classmethod
     def keep_all(cls, geometry: Geometry) -> PruningPlan:
@@ -118,7 +129,8 @@ class PruningPlan:
     def structure(self) -> str:
         """Return a digest of what is kept: plans of equal structure make the same model, whatever method chose them."""
         state = hashlib.sha256()
-        for kept in (*self.kept_groups, *self.kept_channels):
+        inside = (channels for layer in self.kept_expert_channels for channels in layer)
+        for kept in (*self.kept_groups, *self.kept_channels, *inside):
             state.update(np.array([len(kept), *kept], dtype=np.int64).tobytes())
         return state.hexdigest()[:16]
 
@@ -131,20 +143,27 @@ class PruningPlan:
             "removed_fraction": self.removed_fraction,
             "layers": [
                 {"kept_groups": list(groups), "kept_channels": list(channels)}
-                for groups, channels in zip(self.kept_groups, self.kept_channels, strict=True)
+                | ({"kept_expert_channels": [list(kept) for kept in inside]} if inside else {})
+                for groups, channels, inside in zip(self.kept_groups, self.kept_channels, self.inside(), strict=True)
             ],
         }
+
+    def inside(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Return the kept channels of every kept expert, by layer; () of a layer in which all are kept."""
+        return self.kept_expert_channels or ((),) * len(self.kept_groups)
 
     @classmethod
     def from_dict(cls, values: Any) -> PruningPlan:
         """Return the inverse of `to_dict`. Raises ValueError that names a field which is missing or wrong."""
         stored = validated(_StoredPlan, values)
+        inside = tuple(layer.kept_expert_channels for layer in stored.layers)
         return cls(
             kept_groups=tuple(layer.kept_groups for layer in stored.layers),
             kept_channels=tuple(layer.kept_channels for layer in stored.layers),
             target_params=stored.target_params,
             removed_params=stored.removed_params,
             total_params=stored.total_params,
+            kept_expert_channels=inside if any(inside) else (),
         )
 
 
@@ -152,6 +171,7 @@ class PruningPlan:
 class _StoredLayer:
     kept_groups: Indices
     kept_channels: Indices
+    kept_expert_channels: tuple[Indices, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,6 +190,9 @@ def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
         kv_heads, width = geometry.kv_heads[layer], geometry.mlp_width[layer]
         removed = (kv_heads - groups) * geometry.group_cost[layer] + (width - channels) * geometry.channel_cost[layer]
         removed += geometry.last_group_extra[layer] if groups == 0 else 0
+        inside = plan.inside()[layer]
+        lost = sum(geometry.expert_width[layer] - len(kept) for kept in inside)  # channels of all experts that are kept
+        removed += 3 * geometry.hidden_size * lost
         before = geometry.layer_params[layer] + geometry.last_group_extra[layer]
         layers.append(
             {
@@ -178,6 +201,7 @@ def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
                 "kv_groups_kept": groups,
                 "mlp_channels_before": width,
                 "mlp_channels_kept": channels,
+                **({"expert_channels_kept": len(inside[0])} if inside else {}),
                 "params_before": before,
                 "params_kept": before - removed,
                 "pruned_fraction": removed / before,

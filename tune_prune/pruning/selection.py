@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 
@@ -24,18 +25,27 @@ from tune_prune.core.kinds import Shape
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import GroupScores, PruningPlan
-from tune_prune.pruning.shapes import Floors, Kept
+from tune_prune.pruning.shapes import Floors, Kept, left_at_least
+
+EXPERT_STEP = 8  # channels of each expert that go at once where experts have many
 
 
-def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: float = 1.0) -> int:
+def budget(
+    geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: float = 1.0, whole_experts: float = 1.0
+) -> int:
     """Return the number of parameters to remove: floor(ratio * all). Raises Infeasible where the decoder layers do not hold that
-    many, by the part `cap` of their groups and channels at most, and where the shape alone takes more."""
+    many, by the part `cap` of their groups and channels at most, and where the shape alone takes more; and where `in_two` cannot
+    divide it as `whole_experts` says."""
     total = geometry.total_params
     target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape, Floors.of(geometry, cap))
+    if whole_experts != 1:
+        _check_whole_experts(geometry, target, whole_experts, bounds.most, cap)
+        return target
     asked = f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {total:,} parameters, but"
     instead, here = "", ""
     if shape != "free":
-        instead = f", or use {'a smaller --align' if Shape.read(shape).align else '--shape aligned'}"
+        other = "--shape free" if any(geometry.mixtures) else "--shape aligned"
+        instead = f", or use {'a smaller --align' if Shape.read(shape).align else other}"
         here = f" in shape {shape}"
     if target > bounds.most and cap < 1:
         bound = _rounded_down(bounds.most / total)
@@ -56,10 +66,15 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: f
     return target
 
 
-def target_params(geometry: Geometry, pruning_ratio: float, shape: str, cap: float = 1.0) -> int:
+def target_params(
+    geometry: Geometry, pruning_ratio: float, shape: str, cap: float = 1.0, whole_experts: float = 1.0
+) -> int:
     """Return the budget of a ratio that somebody asks for: at least the smallest part that the shape lets one remove, such as an
     MLP channel. Raises Infeasible, too, where it is less."""
-    target, bounds = budget(geometry, pruning_ratio, shape, cap), shapes.removal_bounds(geometry, shape)
+    target, bounds = (
+        budget(geometry, pruning_ratio, shape, cap, whole_experts),
+        shapes.removal_bounds(geometry, shape),
+    )
     if target < bounds.smallest:
         least = math.ceil(1e6 * bounds.smallest / geometry.total_params) / 1e6
         raise Infeasible(
@@ -108,6 +123,85 @@ def further(
     removed = plan.removed_params + _removed(left, groups, channels)
     kept = (_within(plan.kept_groups, groups), _within(plan.kept_channels, channels))
     return PruningPlan(*kept, target, removed, geometry.total_params)
+
+
+def in_two(
+    scores: GroupScores, geometry: Geometry, target: int, whole_experts: float, shape: str, cap: float = 1.0
+) -> PruningPlan:
+    """Return a plan of two selections, one after the other: that part of the target by whole experts, KV groups and channels of
+    plain MLPs, as `further` selects; the rest by channels inside of the experts that are left.
+
+    Experts of a layer keep one width. So what goes is a rank: of every expert that is left its lowest channel, its second lowest
+    and so on, EXPERT_STEP of them at once where experts are that wide. A rank scores the mean of its channels. In shape uniform all
+    layers lose the same ranks, else the lowest go, of whatever layer, a rank of each layer stays. Raises NotFinite."""
+    first = further(PruningPlan.keep_all(geometry), scores, geometry, _part(whole_experts, target), shape, cap)
+    steps = _expert_steps(geometry)
+    ranks, orders = [], []
+    for kept, channels, step in zip(first.kept_channels, scores.expert_channels, steps, strict=True):
+        order = np.argsort(channels[list(kept)] if step else np.empty((0, 0)), axis=1, kind="stable")
+        sorted_scores = np.take_along_axis(channels[list(kept)], order, 1) if step else np.empty((1, 0))
+        ranks.append(sorted_scores.reshape(len(sorted_scores), -1, step or 1).mean((0, 2)))
+        orders.append(order)
+    _check_finite(np.concatenate(ranks))
+    costs = tuple(
+        3 * geometry.hidden_size * len(kept) * step for kept, step in zip(first.kept_channels, steps, strict=True)
+    )
+    none = (0,) * geometry.num_layers
+    counts = tuple(map(len, ranks))
+    of_ranks = replace(geometry, kv_heads=none, mlp_width=counts, channel_cost=costs, expert_width=())
+    floors = Floors(none, tuple(max(left_at_least(count, cap), min(count, 1)) for count in counts))
+    room = target - first.removed_params
+    if shapes.is_uniform(shape):
+        lost = min(room // sum(costs), min(counts) - max(floors.channels))
+        kept_ranks: Kept = tuple(tuple(range(lost, count)) for count in counts)
+    else:
+        empty = tuple(np.empty(0) for _ in counts)
+        _, kept_ranks = _lowest_first(GroupScores(empty, tuple(ranks)), of_ranks, floors, room, waits=False)
+    removed = sum((count - len(kept)) * cost for count, kept, cost in zip(counts, kept_ranks, costs, strict=True))
+    inside = tuple(
+        tuple(tuple(sorted(expert[-len(kept) * step :].tolist())) for expert in order) if step else ()
+        for order, kept, step in zip(orders, kept_ranks, steps, strict=True)
+    )
+    return replace(
+        first,
+        target_params=target,
+        removed_params=first.removed_params + removed,
+        kept_expert_channels=inside if removed else (),
+    )
+
+
+def _check_whole_experts(geometry: Geometry, target: int, whole_experts: float, most: int, cap: float) -> None:
+    """Raise Infeasible where `in_two` cannot remove its two parts of the target, whatever the scores are; `most`: of the first."""
+    first, asked = _part(whole_experts, target), f"whole_experts {whole_experts:g} leaves"
+    if first > most:
+        raise Infeasible(
+            f"{asked} {first:,} parameters to whole experts and attention, and {most:,} can go; ask for less of both"
+        )
+    experts = 0
+    for width, of_expert, step in zip(geometry.mlp_width, geometry.expert_width, _expert_steps(geometry), strict=True):
+        ranks = of_expert // step if step else 0
+        experts += 3 * geometry.hidden_size * width * step * (ranks - max(1, left_at_least(ranks, cap))) if step else 0
+    # The first selection may take all of its part from experts, with their channels.
+    inside = max(0, experts - first)
+    if target - first > inside:
+        raise Infeasible(
+            f"{asked} {target - first:,} parameters to channels inside of experts, and {inside:,} can go for certain; ask for a "
+            "higher whole_experts, or for less"
+        )
+
+
+def _part(share: float, target: int) -> int:
+    """Return that part of a target, exactly, as decimal numbers are meant."""
+    return int(Fraction(str(share)) * target)
+
+
+def _expert_steps(geometry: Geometry) -> tuple[int, ...]:
+    """Return how many channels of each expert of a layer go at once; 0 of a plain MLP. The kernel for all experts in
+    one product wants rows of multiples of 16 bytes."""
+    steps = (
+        EXPERT_STEP if width % EXPERT_STEP == 0 and width >= 8 * EXPERT_STEP else 1 for width in geometry.expert_width
+    )
+    return tuple(step * bool(width) for step, width in zip(steps, geometry.expert_width, strict=True))
 
 
 def on_the_way(
@@ -163,12 +257,7 @@ def _within(before: Kept, now: Kept) -> Kept:
 def _selected(
     scores: GroupScores, geometry: Geometry, floors: Floors, target: int, shape: str, whole: int | None
 ) -> tuple[Kept, Kept]:
-    flat = np.concatenate([*scores.attention, *scores.mlp])
-    if not np.isfinite(flat).all():
-        raise NotFinite(
-            f"{int((~np.isfinite(flat)).sum())} of {len(flat)} group scores are not finite; the model's gradients overflow "
-            "on this calibration text: try a shorter seq_len, another text or --dtype float32"
-        )
+    _check_finite(np.concatenate([*scores.attention, *scores.mlp]))
     n, gpus = alignment(shape), Shape.read(shape).gpus
     if shapes.is_uniform(shape):
         groups, channels = shapes.uniform(scores, geometry, floors, target, whole, n or 1, gpus)
@@ -180,6 +269,14 @@ def _selected(
     else:
         groups, channels = _lowest_first(scores, geometry, floors, target, whole is not None)
     return groups, channels
+
+
+def _check_finite(scores: np.ndarray) -> None:
+    if not np.isfinite(scores).all():
+        raise NotFinite(
+            f"{int((~np.isfinite(scores)).sum())} of {len(scores)} group scores are not finite; the model's gradients overflow "
+            "on this calibration text: try a shorter seq_len, another text or --dtype float32"
+        )
 
 
 def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:

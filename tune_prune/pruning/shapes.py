@@ -13,13 +13,14 @@ per layer; all costs are in parameters.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 
 from tune_prune.core.config import alignment
-from tune_prune.core.errors import Infeasible
+from tune_prune.core.errors import Infeasible, UserError
 from tune_prune.core.kinds import Shape
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import GroupScores
@@ -33,19 +34,35 @@ BY_SIZE = "by_size"  # where nobody names a shape
 Kept = tuple[tuple[int, ...], ...]  # kept indices per layer, sorted
 
 
-def resolve(shape: str, align: int | None, total_params: int) -> str:
-    """Return the shape of a configuration for a model of that size.
+def resolve(shape: str, align: int | None, total_params: int, mixtures: Sequence[bool] = ()) -> str:
+    """Return the shape of a configuration for a model of that size, in which those layers are `mixtures` of experts.
 
     "aligned" gets its number: `align`, or the one that suits the size. "uniform" gets `align`, or from 1B parameters on the same
     number; a smaller model's width stays free. BY_SIZE is aligned from 1B parameters on, where a GPU runs layers of any widths
     slower than the dense ones (docs/gpu.md), and free below.
+
+    N is a number of channels. A model of mixtures alone has none and takes none: it is uniform by BY_SIZE from 1B parameters on,
+    so that a plain config states it. One that has plain MLPs, too, is free: no number fits both. Raises UserError for what such
+    a model does not take.
     """
     large = total_params >= LARGE_PARAMS
+    if any(mixtures):
+        return _of_mixtures(shape, align, large and all(mixtures))
     if shape == BY_SIZE:
         shape = "aligned" if large else "free"
     asked = Shape.read(shape)
     usual = {"aligned": LARGE_ALIGN if large else SMALL_ALIGN, "uniform": LARGE_ALIGN if large else None}
     return str(asked._replace(align=asked.align or align or usual.get(asked.kind)))
+
+
+def _of_mixtures(shape: str, align: int | None, large: bool) -> str:
+    asked = Shape.read(shape if shape != BY_SIZE else "uniform" if large else "free")
+    if asked.kind == "aligned" or asked.align or align:
+        raise UserError(
+            f"shape is {asked._replace(align=asked.align or align)}, which counts MLP channels, and layers of this model have "
+            "experts in their place; use --shape free or uniform"
+        )
+    return str(asked)
 
 
 def is_uniform(shape: str) -> bool:
@@ -74,9 +91,10 @@ class Floors:
     @classmethod
     def of(cls, geometry: Geometry, cap: float = 1.0) -> Floors:
         """Make the floors where at most the part `cap` of each layer's may go: and of layers that cached decoding relies on one
-        group."""
+        group, of a mixture as many experts as its router takes."""
         one = set(geometry.cache_layers)
-        groups, channels = ([_left(n, cap) for n in sizes] for sizes in (geometry.kv_heads, geometry.mlp_width))
+        groups, channels = ([left_at_least(n, cap) for n in sizes] for sizes in (geometry.kv_heads, geometry.mlp_width))
+        channels = list(map(max, channels, geometry.least_channels))
         return cls(tuple(max(n, layer in one) for layer, n in enumerate(groups)), tuple(channels))
 
     def raised(self, channels: int) -> Floors:
@@ -84,7 +102,7 @@ class Floors:
         return replace(self, channels=tuple(least + channels for least in self.channels))
 
 
-def _left(count: int, cap: float) -> int:
+def left_at_least(count: int, cap: float) -> int:
     """Return how many of so many are left at least where the part `cap` may go: exactly, as decimal numbers are meant."""
     return count - int(Fraction(str(cap)) * count)
 
@@ -95,7 +113,9 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
     n, gpus, floors = alignment(shape), Shape.read(shape).gpus, floors or Floors.of(geometry)
     if shape == "free":
         channels = [
-            (cost, "an MLP channel") for cost, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m
+            (cost, an(geometry.channel_name))
+            for cost, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True)
+            if m
         ]
         layers = f"layer{'s' * (len(geometry.cache_layers) > 1)} {', '.join(map(str, geometry.cache_layers))}"
         fixed = (
@@ -103,6 +123,8 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
             if geometry.whole_attention
             else f"embeddings, norms and one KV group of {layers}, without which generation with a cache is silently wrong,"
         )
+        if geometry.experts_per_token:
+            fixed = f"{geometry.experts_per_token} experts of each mixture, as many as its router takes, {fixed}"
         return RemovalBounds(0, _removable(geometry, floors), fixed, *min(channels, default=(1, "a parameter")))
     _check_layers(geometry, n, shape)
     if n is None or is_uniform(shape):
@@ -154,8 +176,19 @@ def _removable(geometry: Geometry, floors: Floors) -> int:
     return attention + sum((m - least) * cost for m, least, cost in channels)
 
 
+def an(name: str) -> str:
+    """Return "an expert" or "an MLP channel"."""
+    return f"an {name}"
+
+
 def _check_layers(geometry: Geometry, n: int | None, shape: str) -> None:
     """Raise Infeasible where a layer has fewer groups or channels than it must keep."""
+    if len(set(geometry.mixtures)) > 1 and is_uniform(shape):
+        plain = geometry.mixtures.index(False)
+        raise Infeasible(
+            f"layer {plain} has a plain MLP and layer {geometry.mixtures.index(True)} experts, and shape {shape} keeps one number "
+            "of both in every layer; use --shape free"
+        )
     for layer, (k, m) in enumerate(zip(geometry.kv_heads, geometry.mlp_width, strict=True)):
         if m == 0 or (k == 0 and not geometry.whole_attention):
             part = "MLP channels" if k else "KV groups"
@@ -289,12 +322,13 @@ def _uniform_bounds(geometry: Geometry, floors: Floors, n: int, gpus: int) -> Re
     heads, narrowest, widest = _uniform_ends(geometry, floors, n, gpus)
     step = n * sum(geometry.channel_cost)
     least = _uniform_removed(geometry, heads[-1], widest)
-    block = "an MLP channel" if n == 1 else f"a block of {n} MLP channels"
+    name = geometry.channel_name
+    block = an(name) if n == 1 else f"a block of {n} {name}s"
     parts = [(step, f"{block} of every layer")] if widest > narrowest else []
     parts += [(_uniform_removed(geometry, k, widest), "KV groups of every layer") for k in heads[-2:-1]]
     if least:
-        parts = [(least, "the KV groups and MLP channels that only some layers have")]
-    channels = f"{narrowest} MLP channels" if narrowest > 1 else "one MLP channel"
+        parts = [(least, f"the KV groups and {name}s that only some layers have")]
+    channels = f"{narrowest} {name}s" if narrowest > 1 else f"one {name}"
     attention = "the attention" if geometry.whole_attention else _groups(heads[0])
     fixed = f"embeddings, norms, {channels} and {attention} of every layer"
     return RemovalBounds(

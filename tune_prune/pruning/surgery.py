@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.models import fused
-from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.families import Family, Mixture, choose_experts_kernel, decoder_layers
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.models.runner.layer_weights import LazyWeights, Weights, bring
 from tune_prune.pruning.groups import PruningPlan
@@ -92,6 +93,7 @@ def cut(
     cuts: dict[str, tuple[int, torch.Tensor]] = {}  # the dimension along which a parameter is cut, and what it keeps
     # deepcopy takes what the memo already holds: the copy has modules of its own, and the dense model's parameters.
     pruned = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    inside: dict[str, torch.Tensor] = {}  # of stacked weights, the channels that each expert keeps [E, m]
     for index, (layer, groups, channels) in enumerate(planned_layers(pruned, family, plan)):
         kept = kept_members(layer, family, groups, channels)
         parts = family.linears(layer)
@@ -110,14 +112,28 @@ def cut(
             fused.state_heads(layer.get_submodule(family.attention), heads, kv_heads)
         if not groups and "attention" in family.prunes:
             setattr(layer, family.attention, RemovedBlock("attention", parts["output"].bias))
-        if not channels:
+        mixture = family.mixture(layer)
+        if mixture is not None:
+            path = f"{family.layers}.{index}.{family.mlp}"
+            stacked = [f"{path}.{family.experts}.{name}" for name in ("gate_up_proj", "down_proj")]
+            if len(channels) < mixture.count:
+                experts = torch.tensor(channels, dtype=torch.long)
+                cuts |= dict.fromkeys([*stacked, f"{path}.{family.router}.weight"], (0, experts))
+            if kept_inside := plan.inside()[index]:
+                inside |= dict.fromkeys(stacked, torch.tensor(kept_inside, dtype=torch.long))
+            keep_experts(mixture, len(channels), len(kept_inside[0]) if kept_inside else mixture.width)
+        elif not channels:
             setattr(layer, family.mlp, RemovedBlock("mlp", parts["down"].bias, layer.get_submodule(family.mlp)))
+
+    choose_experts_kernel(pruned, family)
 
     def find(name: str) -> torch.Tensor:
         weight = dense[name]
         if name in cuts:
             dimension, members = cuts[name]
             weight = weight.index_select(dimension, members.to(weight.device))
+        if name in inside:
+            weight = _inside_experts(weight, inside[name].to(weight.device), rows=name.endswith("gate_up_proj"))
         return changes.applied(name, weight)
 
     return Sketch(pruned, LazyWeights(dense, find))
@@ -132,10 +148,36 @@ def resize(linear: nn.Linear, rows: int, columns: int) -> None:
     linear.out_features, linear.in_features = rows, columns
 
 
+def keep_experts(mixture: Mixture, count: int, width: int) -> None:
+    """Give a mixture weights of so many experts of that width on the meta device, unless it has so many."""
+    hidden = mixture.router_weight.shape[1]
+    sizes = {
+        (mixture.experts, "gate_up_proj"): (count, 2 * width, hidden),
+        (mixture.experts, "down_proj"): (count, hidden, width),
+        (mixture.router, "weight"): (count, hidden),
+    }
+    for (module, name), size in sizes.items():
+        p = module.get_parameter(name)
+        if p.shape != size:
+            like = torch.empty(size, dtype=p.dtype, device="meta")
+            setattr(module, name, nn.Parameter(like, requires_grad=False))
+    experts, router = cast(Any, mixture.experts), cast(Any, mixture.router)
+    experts.num_experts = router.num_experts = count
+    experts.intermediate_dim = width
+
+
+def _inside_experts(weight: torch.Tensor, kept: torch.Tensor, rows: bool) -> torch.Tensor:
+    """Return what experts keep by their channels [E, m]: rows of gate and of up, which are stacked, or columns of down."""
+    if not rows:
+        return weight.take_along_dim(kept[:, None], 2)
+    halves = weight.unflatten(1, (2, -1)).take_along_dim(kept[:, None, :, None], 2)
+    return halves.flatten(1, 2)
+
+
 def planned_layers(
     model: PreTrainedModel, family: Family, plan: PruningPlan
 ) -> Iterator[tuple[nn.Module, tuple[int, ...], tuple[int, ...]]]:
-    """Yield each layer with the KV groups and the channels that it keeps."""
+    """Yield each layer with the KV groups and the channels, or experts, that it keeps."""
     layers = decoder_layers(model, family)
     if len(layers) != len(plan.kept_groups):
         raise ValueError(f"the plan is for {len(plan.kept_groups)} layers, the model has {len(layers)}")

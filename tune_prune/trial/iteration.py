@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tune_prune.core.config import PruningConfig
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.methods import Dense, load_method
-from tune_prune.pruning.selection import budget, further, geometry_of, on_the_way
+from tune_prune.pruning.selection import budget, further, geometry_of, in_two, on_the_way
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.recipe import Recipe
 
@@ -35,8 +35,10 @@ class Step:
         """Return the plan after step `number` of `config`."""
         geometry = context.loaded.geometry
         cap, last = config.layer_cap, steps_of(config)
-        whole = budget(geometry, config.pruning_ratio, config.shape, cap)
+        whole = budget(geometry, config.pruning_ratio, config.shape, cap, config.whole_experts)
         scores = self.scores.normalized(config.normalization).with_a_lowest()
+        if config.whole_experts != 1:
+            return in_two(scores, geometry, whole, config.whole_experts, config.shape, cap)
         if number == last:
             return further(self.plan, scores, geometry, whole, config.shape, cap)
         between = "aligned-1" if config.shape == "free" else config.shape  # no block is gone as a whole

@@ -74,6 +74,7 @@ class Arithmetic:
     input_widths: int = 0  # as they are
     input_cubes: int = 0
     hidden_size: int = 0
+    idle_weights: int = 0  # of experts that a token does not take
 
     @classmethod
     def of(cls, geometry: Geometry, vocab_size: int) -> Arithmetic:
@@ -83,7 +84,7 @@ class Arithmetic:
         return cls(
             layers=geometry.num_layers,
             attention_weights=sum(geometry.attention_params),
-            mlp_weights=sum(m * c for m, c in zip(geometry.mlp_width, geometry.channel_cost, strict=True)),
+            mlp_weights=sum(geometry.mlp_used),
             query_width=queries,
             head_weights=vocab_size * geometry.hidden_size,
             output_weights=queries * geometry.hidden_size,
@@ -92,6 +93,7 @@ class Arithmetic:
             input_widths=sum(widths),
             input_cubes=sum(n**3 for n in widths),
             hidden_size=geometry.hidden_size,
+            idle_weights=sum(geometry.mlp_params) - sum(geometry.mlp_used),
         )
 
     @property
@@ -99,9 +101,10 @@ class Arithmetic:
         return self.attention_weights + self.mlp_weights
 
     def pruned(self, removed_params: int) -> Arithmetic:
-        """Return the shapes without `removed_params` of the projections, taken evenly from attention and MLPs."""
-        kept = 1 - removed_params / self.projection_weights
-        names = ("attention_weights", "mlp_weights", "query_width", "output_weights")
+        """Return the shapes without `removed_params` of the projections, taken evenly from attention and MLPs; of a mixture from
+        its experts, of which a token takes as many as before."""
+        kept = 1 - removed_params / (self.projection_weights + self.idle_weights)
+        names = ("attention_weights", "query_width", "output_weights") + ("mlp_weights",) * (not self.idle_weights)
         return replace(self, **{name: round(getattr(self, name) * kept) for name in names})
 
     def forward(self, tokens: float, row_length: float, scored: float | None = None) -> float:
@@ -383,7 +386,10 @@ def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.de
 
     while layer_bytes() > room and config.num_key_value_heads % 2 == 0:
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"):
+        sizes = ["num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"]
+        if hasattr(config, "moe_intermediate_size"):
+            sizes.append("moe_intermediate_size")
+        for name in sizes:
             setattr(config, name, getattr(config, name) // 2)
     config.num_hidden_layers = min(config.num_hidden_layers, max(1, room // layer_bytes()))
     for name in LAYER_LISTS:

@@ -21,7 +21,8 @@ allocates on a CPU. Where they are wrong nevertheless, a stage is tried again wi
 Saved per token and layer under sdpa attention, with H hidden size, Q width of the query heads, M channels: inputs of the
 projections 2 H + Q + M, queries, keys, values and output of the kernel 4 Q, the MLP's inner products 3 M, and the float32
 inputs of norms, of two 2 H (compare Korthikanti et al., arXiv:2205.05198, who count the layers of a GPT); in float32 on a GPU,
-where query heads share keys, also scores of every head with the row's tokens: no fused kernel of torch's takes them.
+where query heads share keys, also scores of every head with the row's tokens: no fused kernel of torch's takes them. In a mixture
+M are the channels of the experts that a token takes, and each of these keeps its input and its output, too, 2 H.
 """
 
 from __future__ import annotations
@@ -279,7 +280,8 @@ class Shapes:
         """Plan the pruned model, which shares all but its projections with the dense one where that is there."""
         if way.from_files and not way.pruned_whole:
             return StageMemory("pruning", str(way.forward_only), self._two_layers, 0)
-        padding = most_bytes(self.geometry.channel_cost, self.itemsize, self.device)
+        every = zip(self.geometry.channel_cost, self.geometry.mixtures, strict=True)
+        padding = most_bytes(tuple(cost for cost, mixture in every if not mixture), self.itemsize, self.device)
         # What is filled up is there twice, a weight at a time.
         filled = self.itemsize * self.geometry.hidden_size * self._m if padding else 0
         layers = self.geometry.layer_params
@@ -287,6 +289,8 @@ class Shapes:
             left, reading = self.geometry.language_params - removed_params, sum(self._ends)
         else:  # what is removed may all be on other GPUs
             left, reading = min(sum(layers) - removed_params, self._on_one(layers)), 0
+        if self.geometry.experts_per_token:  # stacked weights, of which experts are taken, and then channels
+            reading += self.geometry.largest_weight * self.itemsize
         return StageMemory("pruning", str(RESIDENT), left * self.itemsize + padding, max(filled, reading))
 
     @property
@@ -294,7 +298,10 @@ class Shapes:
         """Weights of two layers that were brought, and of the tensor that is just being read."""
         h = self.geometry.hidden_size
         largest = max(self.geometry.layer_params) + max(self.geometry.whole_attention, default=0)
-        return self.itemsize * 2 * (largest + 4 * h) + self._stored * h * max(self._q, self._m)
+        reading = self._stored * h * max(self._q, self._m)
+        if self.geometry.experts_per_token:  # stacked of what was read, before it is cut
+            reading = self.itemsize * self.geometry.largest_weight
+        return self.itemsize * 2 * (largest + 4 * h) + reading
 
     @property
     def _stored(self) -> int:
@@ -371,7 +378,7 @@ class Shapes:
         layers, logits, heads = self.geometry.num_layers, self._logits(work), self._scores(work.row_tokens)
         family, of_weights = family_of(self.config.model_type), bool(work.weight_sums)
         normed = len(family.layer_norms) * h + bool(family.head_norms) * (q + q // self.geometry.queries_per_kv)
-        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * normed + heads  # of a token in a layer
+        saved = item * (2 * h + 5 * q + 4 * m + 2 * self._routed) + FLOAT32 * normed + heads  # of a token in a layer
         if not (of_weights or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
             saved -= item * 2 * h
         # Of a part of the logits the log-softmax and two gradients.
@@ -383,9 +390,10 @@ class Shapes:
             # Of a divergence those of two models, half as many of each, both log-softmaxes and their difference.
             logits, behind, beside = min(logits, MAX_LOGIT_ELEMENTS[self.device] // 2), 2 * item + 3 * FLOAT32, 0
         most, wide = max(q, m), max(FLOAT32, item)
-        one = of_weights * 2 * h * most * item  # a projection's gradient
+        weight = self.geometry.largest_weight if self.geometry.experts_per_token else h * most
+        one = of_weights * 2 * weight * item  # its gradient
         # Read out in float64: a projection's mean gradient, its absolute values, and these again.
-        results = of_weights * (2 * FLOAT32 + 8) * h * most
+        results = of_weights * (2 * FLOAT32 + 8) * weight
         sums, products, squares = work.weight_sums * wide, 0, 0
         if work.product_sums:
             group = self.geometry.queries_per_kv * self.geometry.head_dim
@@ -395,7 +403,7 @@ class Shapes:
             results = wide * most * (most + 4 * max(SOLVED_AT_ONCE, group))  # a Cholesky factor, columns of its inverse
         if not way.by_layer:
             here = layers_on(layers, self.gpus)
-            inside = item * (3 * h + 4 * q + 4 * m) + squares + 2 * heads
+            inside = item * (3 * h + 4 * q + 4 * m + 4 * self._routed) + squares + 2 * heads
             # Logits, too; they are gone before the first layer's backward pass.
             need = here * tokens * saved + max(logits * (beside + behind), tokens * inside) + one
             held = sums * self._on_one(self.geometry.layer_params) + here * products
@@ -403,7 +411,9 @@ class Shapes:
         sums = sums * max(self.geometry.layer_params) + products
         states = work.attention_tokens // layers * h * item * (layers + 1)
         head = max(0, logits * behind + tokens * h * (6 * item + 2 * FLOAT32) - sums)
-        inside = item * (2 * h + max(2 * m, 4 * q)) + squares + 2 * heads  # gradients, while what was saved goes
+        inside = (
+            item * (2 * h + max(2 * m + 2 * self._routed, 4 * q)) + squares + 2 * heads
+        )  # gradients, while saved goes
         inner = max(tokens * (saved + inside) + one, results)
         if way.from_files:
             return self._streamed(stage, sums, states, inner, head, way)
@@ -422,7 +432,7 @@ class Shapes:
     def _inside(self, row: int) -> int:
         """Return the bytes of a token of a row inside one layer of a forward pass."""
         h, item = self.geometry.hidden_size, self.itemsize
-        inside = max(item * (max(3 * self._m, 6 * self._q) + 5 * h), item * 2 * h + FLOAT32 * 3 * h)
+        inside = max(item * (max(3 * self._m + 2 * self._routed, 6 * self._q) + 5 * h), item * 2 * h + FLOAT32 * 3 * h)
         return inside + 2 * self._scores(row)
 
     def _scores(self, row: int) -> int:
@@ -440,8 +450,13 @@ class Shapes:
         return max(self.geometry.query_widths)
 
     @property
+    def _routed(self) -> int:
+        """Numbers of a token that its experts are given in all."""
+        return self.geometry.experts_per_token * self.geometry.hidden_size
+
+    @property
     def _m(self) -> int:
-        return max(self.geometry.mlp_width)
+        return max(self.geometry.channels_used)
 
 
 def memory_of(

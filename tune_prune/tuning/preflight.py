@@ -192,8 +192,11 @@ def _plan_model(
         model = resolve.dense_model(settings, name, fast)
         source, run, config, geometry = model.source, model.run, model.config, model.geometry
         configs = _configs(space, geometry, run, source)
-        sizes = dict.fromkeys((config.pruning_ratio, config.shape, config.layer_cap) for config in configs)
-        targets = {ratio: target_params(geometry, ratio, shape, cap) for ratio, shape, cap in sizes}
+        sizes = dict.fromkeys((one.pruning_ratio, one.shape, one.layer_cap, one.whole_experts) for one in configs)
+        targets = {
+            ratio: target_params(geometry, ratio, shape, cap, whole_experts)
+            for ratio, shape, cap, whole_experts in sizes
+        }
         checks.check_data(run)
         by_right_choices = {
             "--scheduler race-gold": settings.scheduler == "race-gold",
@@ -260,13 +263,16 @@ def _plan_model(
 
 def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: ModelSource) -> tuple[PruningConfig, ...]:
     """Return the configurations of a model; "aligned" gets the N that suits its size."""
-    named = {shape: shapes.resolve(shape, None, geometry.total_params) for shape in space.values["shape"]}
+    named = {
+        shape: shapes.resolve(shape, None, geometry.total_params, geometry.mixtures) for shape in space.values["shape"]
+    }
     if len(set(named.values())) < len(named):
         raise UserError(
             f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
     for method, shape in product(map(load_method, space.values["method"]), named.values()):
         method.check_shape(shape)
+        method.check_experts(geometry.mixtures, run.label)
     embedded, kind = source.kind == "embedded", HYPERPARAMETERS["calibration"].kind
     texts = {
         name: name if name is None else calibration.resolve(name, run.data_dir, embedded)
@@ -279,6 +285,8 @@ def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: Mode
         )
     values = {"shape": tuple(named.values()), "calibration": tuple(texts.values())}
     configs = replace(space, values=space.values | values).configs()
+    for config in configs:
+        load_method(config.method).check_whole_experts(config, geometry.mixtures, run.label)
     return tuple(config.within(run) for config in configs)
 
 

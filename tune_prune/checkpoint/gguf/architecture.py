@@ -6,6 +6,7 @@
     qwen3          no                       Qwen3 without biases
     mistral3       no                       Ministral-3
     smollm3        no                       SmolLM3 without biases, every fourth layer without rotary embedding
+    qwen3moe       no                       Qwen3-MoE without biases, experts in every layer
     deci           yes                      those of llama and Qwen2, with all their biases
     openelm        yes                      Qwen3 without biases, with tied embeddings
     gemma          no                       Gemma with tied embeddings, without biases
@@ -17,7 +18,7 @@ llama.cpp's own graph of it has one width for all layers.
 Phi-3 with its fused projections apart is Llama where it rotates whole heads and slides no window. llama.cpp's own graph of it has
 one width for all layers.
 
-Source: llama.cpp, src/models/{llama,mistral3,qwen2,qwen3,smollm3,deci,openelm,gemma,gemma3}.cpp and load_hparams in
+Source: llama.cpp, src/models/{llama,mistral3,qwen2,qwen3,smollm3,qwen3moe,deci,openelm,gemma,gemma3}.cpp and load_hparams in
 src/llama-model.cpp.
 """
 
@@ -51,6 +52,7 @@ class Architecture:
     tied: bool = False  # the embedding is the output head
     centred: bool = False  # norms multiply by what the file says, where the model's do by 1 more than their weight
     slides: bool = False  # attends in windows, to everything in every sixth layer
+    experts: bool = False  # a mixture in every layer, whose router's weights are divided by their sum
 
 
 _ALL = frozenset({"query", "key", "value", "output", "gate", "up", "down"})
@@ -60,6 +62,7 @@ _MISTRAL3 = Architecture("mistral3", biases=_ALL, pairs=True, frequencies=True)
 _QWEN2 = Architecture("qwen2", biases=frozenset({"query", "key", "value"}), square=True)
 _QWEN3 = Architecture("qwen3")
 _SMOLLM3 = Architecture("smollm3", pairs=True)
+_QWEN3MOE = Architecture("qwen3moe", experts=True)
 _OPENELM = Architecture("openelm", per_layer=True, fused=True, tied=True)
 _GEMMA = Architecture("gemma", tied=True, centred=True)
 _GEMMA3 = Architecture("gemma3", centred=True, slides=True)
@@ -80,6 +83,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "ministral": (_LLAMA, _DECI),
     # Transformers rotates neighbouring rows of ERNIE's heads, too.
     "ernie4_5": (replace(_LLAMA, pairs=False), replace(_DECI, pairs=False)),
+    "qwen3_moe": (_QWEN3MOE,),
 }
 
 # Rotary parameters that llama.cpp has as constants in these architectures.
@@ -182,6 +186,10 @@ def check_config(config: PretrainedConfig) -> None:
     if slides:
         _check_windows(config)
         return
+    if not getattr(config, "norm_topk_prob", True):
+        raise _unsupported(
+            "norm_topk_prob is false, and its graph divides the weights of a token's experts by their sum"
+        )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     if window is not None and slides and window < config.max_position_embeddings:
@@ -260,6 +268,7 @@ def _check_parameters(model: PreTrainedModel, family: Family) -> None:
     """Raise UserError where the model has a parameter for which there is no place in any of these architectures."""
     expected = {*family.projections().values(), *family.layer_norms}
     expected |= {f"{family.attention}.{norm}" for norm in family.head_norms}
+    expected |= {f"{family.mlp}.{part}" for part in (family.experts, family.router) if part}
     for index, layer in enumerate(decoder_layers(model, family)):
         for name, _ in layer.named_parameters():
             if name.rpartition(".")[0] not in expected:
@@ -274,6 +283,8 @@ def _problems(architecture: Architecture, model: PreTrainedModel, family: Family
     layers = decoder_layers(model, family)
     if not architecture.per_layer and (len(set(sizes)) > 1 or sizes[0].skip(family.prunes)):
         yield _ONE_WIDTH
+    if architecture.experts and not all(size.expert_width for size in sizes):
+        yield "has experts in every layer"
     queries = sizes[0].heads * family.head_dim(layers[0])
     if architecture.square and queries != model.config.hidden_size:
         yield f"wants query heads that fill the hidden size ({queries} of {model.config.hidden_size})"

@@ -70,7 +70,8 @@ _Read = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file: `sources` stacked by rows or, if `added`, their sum, put together when it is written."""
+    """One tensor of a file: `sources` stacked by rows or, if `added`, their sum, put together when it is written. Those of experts
+    are [experts, out, in]."""
 
     name: str
     sources: tuple[torch.Tensor, ...]  # of the same number of columns
@@ -78,20 +79,27 @@ class FileTensor:
     pair_heads: int = 0  # over 0: so many heads, of which row i and row i + d/2 become neighbours
     scale: float = 1.0
     plus: float = 0.0
+    half: int | None = None  # of the stacked gate and up of experts: 0 gate, 1 up
+    exact: bool = False  # in float32, whatever matrices are in
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.half is not None:
+            (stacked,) = self.sources
+            return (stacked.shape[0], stacked.shape[1] // 2, stacked.shape[2])
         rows = [source.shape[0] for source in self.sources]
         return (rows[0] if self.added else sum(rows), *self.sources[0].shape[1:])
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.exact
 
     def values(self, dtype: torch.dtype, read: _Read) -> torch.Tensor:
         """Return what is written. Raises UserError where a weight is too large for `dtype`."""
         values = [read(source).detach().cpu() for source in self.sources]
         stacked = torch.stack([value.float() for value in values]).sum(0) if self.added else torch.cat(values)
+        if self.half is not None:
+            stacked = stacked.chunk(2, dim=1)[self.half]
         if self.scale != 1:
             stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mul_(self.scale)
         if self.plus:
@@ -207,10 +215,14 @@ def _add_sizes(
     per_layer = {
         "head_count": [size.heads or stand_in for size in sizes],
         "head_count_kv": [size.kv_heads or stand_in for size in sizes],
-        "feed_forward_length": [size.channels or STAND_IN for size in sizes],
+        "feed_forward_length": [size.expert_width or size.channels or STAND_IN for size in sizes],
     }
     for key, values in per_layer.items():
         getattr(writer, f"add_{key}")(values if architecture.per_layer else values[0])
+    if architecture.experts:
+        writer.add_expert_count(sizes[0].channels)
+        writer.add_expert_used_count(model.config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(sizes[0].expert_width)
     writer.add_block_count(len(sizes))
     writer.add_vocab_size(embedding(model).shape[0])
     writer.add_context_length(model.config.max_position_embeddings)
@@ -309,6 +321,12 @@ def _mlp(layer: nn.Module, behind: nn.Module | None, family: Family, size: Layer
     yield norm
     for name in family.output_norms[1:]:
         yield _norm("post_ffw_norm", layer, name)
+    if (mixture := family.mixture(layer)) is not None:
+        yield FileTensor("ffn_gate_inp.weight", (mixture.router_weight,), exact=True)
+        for half, role in enumerate(("gate", "up")):
+            yield FileTensor(f"ffn_{role}_exps.weight", (mixture.gate_up,), half=half)
+        yield FileTensor("ffn_down_exps.weight", (mixture.down,))
+        return
     if size.channels:
         linear = family.linears(layer)
         yield from _projection("gate", linear["gate"])
@@ -357,7 +375,10 @@ def _notes(
 def _width_notes(model: PreTrainedModel, family: Family, sizes: Sequence[LayerWidths]) -> Iterator[str]:
     """Yield what the widths will cost where the file is quantised later."""
     head_dim = family.head_dim(decoder_layers(model, family)[0])
-    rows = {"MLPs": [size.channels for size in sizes], "attention blocks": [size.heads * head_dim for size in sizes]}
+    rows = {
+        "MLPs": [size.expert_width or size.channels for size in sizes],
+        "attention blocks": [size.heads * head_dim for size in sizes],
+    }
     effects = {
         quantiser.K_BLOCK: "become larger types under K-quants",
         quantiser.BLOCK: "stay F16 in every quantised file",

@@ -75,12 +75,19 @@ def stored_weights(
         start = 0
         for part in tensor.sources:
             if id(part) in names:
-                makers[names[id(part)]] = _maker(stored[name], tensor, start, part)
+                own, make = names[id(part)], _maker(stored[name], tensor, start, part)
+                # Gate and up of experts, which the file has apart, come in this order.
+                makers[own] = partial(_stacked, makers[own], make) if tensor.half else make
             start += part.shape[0]
     for name, p in pruned.named_parameters():
         # The norm in front of attention that is gone, which is in no file, or the empty weight beside a bias that is left.
         makers.setdefault(name, partial(torch.ones, p.shape))
     return LazyWeights(makers, lambda name: makers[name]())
+
+
+def _stacked(gate: Callable[[], torch.Tensor], up: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return gate and up [E, m, H] of experts as [E, 2m, H]."""
+    return torch.cat([gate(), up()], dim=1)
 
 
 def _maker(stored: ReaderTensor, tensor: FileTensor, start: int, part: torch.Tensor) -> Callable[[], torch.Tensor]:

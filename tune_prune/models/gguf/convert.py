@@ -184,7 +184,7 @@ def dequantised(tensor: gguf.ReaderTensor, heads: int, less: float = 0.0) -> Any
     apart."""
 
     def make() -> torch.Tensor:
-        rows = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
+        rows = tensor.data.reshape(-1, tensor.data.shape[-1])  # of experts all after each other
         values = np.empty((len(rows), int(tensor.shape[0])), np.float32)
         for start in range(0, len(rows), _ROWS):
             values[start : start + _ROWS] = gguf.dequantize(rows[start : start + _ROWS], tensor.tensor_type)

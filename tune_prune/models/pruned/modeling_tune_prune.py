@@ -90,7 +90,12 @@ def _one_layer(config: PrunedConfig) -> Any:
 
 def _put_layers(decoder: Any, config: PrunedConfig) -> None:
     """Give a decoder that was built by `_one_layer` the layers and the config that it is meant to have."""
-    config._attn_implementation = decoder.config._attn_implementation  # chosen by PreTrainedModel's constructor
+    # Chosen by PreTrainedModel's constructor.
+    config._attn_implementation = decoder.config._attn_implementation
+    config._experts_implementation = decoder.config._experts_implementation
+    layer_configs = [config.layer_config(index) for index in range(config.num_hidden_layers)]
+    if any(getattr(layer, "moe_intermediate_size", 0) % 8 for layer in layer_configs):
+        config._experts_implementation = "eager"  # the usual kernel takes rows of multiples of 16 bytes
     layer_class = type(decoder.layers[0])
     layers = [_pruned_layer(layer_class, config, index) for index in range(config.num_hidden_layers)]
     for name, buffer in decoder.layers[0].named_buffers():  # those of Falcon-H1's mixers are the model's to give
@@ -116,12 +121,15 @@ def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Mod
         layer.self_attn.config = config  # so that the choice of the attention kernel reaches it later, too
         if hasattr(layer.self_attn, "qkv_proj"):
             layer.self_attn.config = LayerConfig(config, **{name: getattr(own, name) for name in SIZES})
+    if hasattr(layer.mlp, "experts"):
+        layer.mlp.experts.config = config  # and that of the experts' kernel
     return layer
 
 
 def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTrainedModel]) -> None:
     """The same for a language model that was built by `_one_layer`."""
     config._attn_implementation = model.config._attn_implementation
+    config._experts_implementation = model.config._experts_implementation
     model.config = config
     model.model = decoder_class(config)
     model.post_init()
@@ -134,7 +142,7 @@ def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrain
         base.__init__(self, _one_layer(config))
         _put_layers(self, config)
 
-    def _init_weights(self, module: nn.Module) -> None:  # type: ignore[no-untyped-def]
+    def _init_weights(self, module: nn.Module) -> None:
         base._init_weights(self, module)
         if hasattr(module, "mup_vector"):
             # Falcon-H1's decoder gives it to its mixers; transformers passes over one whose code came with its checkpoint.

@@ -170,6 +170,8 @@ class _Training:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of a block of which a bias is left
+            # PEFT takes projections of a mixture for its stacked experts, which get no adapters.
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
             inject_adapter_in_model(config, model)
         model.eval()
         dtype = torch.promote_types(model.dtype, torch.float32)

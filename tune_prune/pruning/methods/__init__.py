@@ -9,6 +9,8 @@ A method module has a docstring that names its source, and
                                                            (-inf: before all others)
     SHAPES: tuple[str, ...]                optional: the shapes that it is for, "free", "aligned", "uniform"; all where it has none
     NORMALIZATIONS: tuple[str, ...]        optional: what its scores may be divided by: "none", "kind", "layer"; else all
+    ONLY_EXPERTS = True                    optional: it scores the experts of mixtures, and nothing else
+    WHOLE_EXPERTS = True                   optional: it scores no channels inside of experts
 
 Names can be listed without torch, so that a search space is checked before anything heavy is imported.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from tune_prune.pruning.groups import GroupScores
 
 
+# Statistics of the inputs of o and down, which the stacked weights of a mixture do not have.
+OF_PROJECTIONS = {"input_norms", "kfac"}
 # Why a method without statistics is not pruned in steps.
 NO_STEPS = "reads no calibration text, so it has nothing to score anew after a step"
 
@@ -72,6 +76,8 @@ class Method:
     own_reads: tuple[str, ...] = ()  # READS of its module: hyperparameters that it reads without a statistic
     shapes: tuple[str, ...] = SHAPES  # SHAPES of its module: those in which its scores decide something
     normalizations: tuple[str, ...] = NORMALIZATIONS  # those of its module, which leave something of its scores
+    only_experts: bool = False  # ONLY_EXPERTS of its module
+    whole_experts: bool = False  # WHOLE_EXPERTS of its module
 
     @property
     def code(self) -> str:
@@ -79,6 +85,11 @@ class Method:
         loaded."""
         statistics = sorted({parse(text)[0] for text in self.statistics})
         return digest([self.own_code, *(load_statistic(name).code for name in statistics)])
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Return its statistics without their kinds."""
+        return frozenset(parse(text)[0] for text in self.statistics)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -106,6 +117,36 @@ class Method:
             raise UserError(
                 f"{self.name} chooses among layers, and shape {shape} keeps the same of every layer; use shape "
                 f"{' or '.join(self.shapes)}, or another method"
+            )
+
+    def check_experts(self, mixtures: Sequence[bool], model: str) -> None:
+        """Raise UserError where it cannot score a model in which those layers are mixtures of experts."""
+
+        def can(method: Method) -> bool:
+            if not any(mixtures):
+                return not method.only_experts
+            return not OF_PROJECTIONS & method.sources
+
+        if not can(self):
+            others = ", ".join(name for name in method_names() if can(load_method(name)))
+            why = "decides by the inputs of a layer's last projections, and experts have none of their own"
+            why = why if any(mixtures) else "scores experts, and this model has none"
+            raise UserError(f"{self.name} {why}; for {model} use one of {others}")
+
+    def check_whole_experts(self, config: PruningConfig, mixtures: Sequence[bool], model: str) -> None:
+        """Raise UserError where `config` asks for channels inside of experts that are not there, or that it cannot score."""
+        asked = f"whole_experts is {config.whole_experts:g}, but"
+        if config.whole_experts == 1:
+            return
+        if not any(mixtures):
+            raise UserError(f"{asked} no layer of {model} has experts; leave it out")
+        if self.whole_experts:
+            others = (load_method(name) for name in method_names() if name != self.name)
+            fits = ", ".join(m.name for m in others if not m.whole_experts and not OF_PROJECTIONS & m.sources)
+            raise UserError(f"{asked} {self.name} scores no channels inside of experts; leave it out, or use {fits}")
+        if config.steps > 1:
+            raise UserError(
+                f"{asked} steps is {config.steps}, and channels inside of experts go in one; leave one of them out"
             )
 
     def check_normalization(self, by: str) -> None:
@@ -137,8 +178,9 @@ def load_method(name: str) -> Method:
     description = (module.__doc__ or "").strip().splitlines()[0]
     read, shapes = getattr(module, "READS", ()), getattr(module, "SHAPES", SHAPES)
     normalizations = getattr(module, "NORMALIZATIONS", NORMALIZATIONS)
-    own_code = code_digest(module)
-    return Method(name, tuple(module.STATISTICS), module.scores, description, own_code, read, shapes, normalizations)
+    own_code, statistics = code_digest(module), tuple(module.STATISTICS)
+    experts = (getattr(module, name, False) for name in ("ONLY_EXPERTS", "WHOLE_EXPERTS"))
+    return Method(name, statistics, module.scores, description, own_code, read, shapes, normalizations, *experts)
 
 
 def read_by(config: PruningConfig) -> frozenset[str]:

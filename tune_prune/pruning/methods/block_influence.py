@@ -16,6 +16,7 @@ from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense, magnitude
 
 STATISTICS = ("block_influence",)
+WHOLE_EXPERTS = True
 SHAPES = ("free", "aligned")  # the third leaves the same of every layer
 NORMALIZATIONS = ("none", "kind")  # the third divides by the influence of the layer
 

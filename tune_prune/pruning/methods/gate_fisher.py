@@ -4,6 +4,7 @@ from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense
 
 STATISTICS = ("gate_fisher",)
+WHOLE_EXPERTS = True
 
 
 def scores(dense: Dense) -> GroupScores:

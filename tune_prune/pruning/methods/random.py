@@ -16,4 +16,8 @@ def scores(dense: Dense) -> GroupScores:
     return GroupScores(
         tuple(generator.random(heads) for heads in geometry.kv_heads),
         tuple(generator.random(width) for width in geometry.mlp_width),
+        tuple(
+            generator.random((count if width else 0, width))
+            for count, width in zip(geometry.mlp_width, geometry.expert_width, strict=False)
+        ),
     )

@@ -61,8 +61,7 @@ class WeightSums(Sums[T]):
         self.sums: dict[torch.Tensor, torch.Tensor] = {
             p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
             for layer in self.layers
-            for role, linear in family.linears(layer).items()
-            for p in _members(linear, role)
+            for p in _members(family, layer)
         }
 
     def __enter__(self) -> WeightSums[T]:
@@ -94,11 +93,12 @@ class WeightSums(Sums[T]):
             self.sums[p].copy_(total)
 
 
-def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:
-    """Return the parameters of a projection that belong to groups: o and down keep their bias whatever is removed."""
-    if linear.bias is None or role in ("output", "down"):
-        return [linear.weight]
-    return [linear.weight, linear.bias]
+def _members(family: Family, layer: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a layer that belong to groups: o and down keep their bias whatever is removed."""
+    yield from family.group_weights(layer)
+    for role, linear in family.linears(layer).items():
+        if linear.bias is not None and role not in ("output", "down"):
+            yield linear.bias
 
 
 MakeSums = Callable[[Family, Iterable[nn.Module]], Sums[T]]

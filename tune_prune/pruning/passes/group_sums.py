@@ -23,7 +23,8 @@ def group_sums(layers: Iterable[nn.Module], family: Family, number: Callable[[Te
 def layer_group_sums(
     layer: nn.Module, family: Family, number: Callable[[Tensor], Tensor]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group sums of one layer: float64 [K] of its KV groups, [M] of its channels."""
+    """Return the group sums of one layer: float64 [K] of its KV groups, [M] of its channels, or [E, 1 + m] of its experts and of
+    the channels of each. Rows of the router are left out: one of zeros is an expert that some tokens take."""
 
     def sums(role: str, side: int) -> Tensor:
         """Return sums over each row (side 0, with its bias) or column (side 1) of a projection."""
@@ -34,7 +35,12 @@ def layer_group_sums(
         return total
 
     part, kv_heads = family.linears(layer), family.kv_heads(layer)
-    mlp = sums("gate", 0) + sums("up", 0) + sums("down", 1)
+    if (mixture := family.mixture(layer)) is not None:
+        in_rows = number(mixture.gate_up).sum(2).view(mixture.count, 2, -1).sum(1)
+        channels = in_rows + number(mixture.down).sum(1)
+        mlp = torch.cat([channels.sum(1, keepdim=True), channels], 1)
+    else:
+        mlp = sums("gate", 0) + sums("up", 0) + sums("down", 1)
     attention = mlp.new_empty(0)  # where it stays whole
     if kv_heads:
         by_row = sum(sums(role, 0).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))

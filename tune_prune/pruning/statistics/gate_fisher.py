@@ -6,6 +6,11 @@
 s_n is the derivative of sample n's mean next-token loss by a factor in front of the group, at 1: squared and averaged, the diagonal
 of the Fisher information of these factors (Theis et al. 2018, arXiv:1801.05787; Molchanov et al. 2019, arXiv:1906.10771, of
 weights). Gradients of activations only: no sums of gradients of weights are kept.
+
+An expert has its factor from the router, the weight w_t of token t. So in a mixture of experts, with f(x) the expert's output and
+y the mixture's,
+
+    s_n(expert) = sum over the tokens that are routed to it of  w_t * dL_n/dw_t  =  w_t f(x_t) . dL_n/dy_t
 """
 
 from __future__ import annotations
@@ -23,26 +28,31 @@ from tune_prune.pruning.passes.gradient_pass import GroupInformation, Sums
 
 
 class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
-    """Sums of s_n^2 of `layers`, float64 [K] and [M] each; filled by hooks on the inputs of o and down."""
+    """Sums of s_n^2 of `layers`, float64 [K] and [M] each; filled by hooks on the inputs of o and down, or of the experts."""
 
     def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
         self.family = family
         layers = list(layers)
-        self.parts = [family.linears(layer) for layer in layers]
         self.sums: list[torch.Tensor] = []
         self.handles: list[RemovableHandle] = []
-        for part, layer in zip(self.parts, layers, strict=True):
-            widths = family.kv_heads(layer), part["down"].in_features
-            device = part["down"].weight.device
-            self.sums += [torch.zeros(width, dtype=torch.float64, device=device) for width in widths]
+        self.watched: list[nn.Module | None] = []
+        self.mixtures = [layer.get_submodule(family.mlp) for layer in layers if family.mixture(layer)]
+        self.samples = 0  # of the batch that a mixture is given
+        for layer in layers:
+            part, mixture = family.linears(layer), family.mixture(layer)
+            mlp, members = (mixture.experts, mixture.count) if mixture else (part["down"], part["down"].in_features)
+            device = next(mlp.parameters()).device
+            for width in (family.kv_heads(layer), members):
+                self.sums.append(torch.zeros(width, dtype=torch.float64, device=device))
+            self.watched += [part.get("output"), mlp]
 
     def __enter__(self) -> _Squares:
-        watched = [part.get(role) for part in self.parts for role in ("output", "down")]
         self.handles = [
-            linear.register_forward_pre_hook(self._watch(total))
-            for linear, total in zip(watched, self.sums, strict=True)
-            if linear is not None  # an attention that stays whole
+            module.register_forward_pre_hook((self._watch if isinstance(module, nn.Linear) else self._gates)(total))
+            for module, total in zip(self.watched, self.sums, strict=True)
+            if module is not None  # an attention that stays whole
         ]
+        self.handles += [block.register_forward_pre_hook(self._count) for block in self.mixtures]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,6 +80,27 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
 
         return hook
 
+    def _count(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.samples = len(args[0])
+
+    def _gates(self, total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        """Return a hook that adds to `total` when the gradient of the weights [tokens, k] of a mixture's experts is there."""
+
+        def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            experts, weights = args[1:]
+            if not torch.is_grad_enabled():
+                return
+            values, taken = weights.detach(), experts.view(self.samples, -1)
+
+            def add(gradient: torch.Tensor) -> None:
+                products = (values.double() * gradient.double()).view(taken.shape)
+                by_sample = products.new_zeros(len(taken), len(total)).scatter_add_(1, taken, products)
+                total.add_(by_sample.square().sum(0))
+
+            weights.register_hook(add)
+
+        return hook
+
     def copy(self) -> list[torch.Tensor]:
         return [total.clone() for total in self.sums]
 
@@ -79,7 +110,12 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
 
     def results(self, num_samples: int) -> list[tuple[np.ndarray, np.ndarray]]:
         means = [(total / num_samples).cpu().numpy() for total in self.sums]
-        return list(zip(means[::2], means[1::2], strict=True))
+        # Of experts no number for each of their channels.
+        of_mlps = (
+            mean if isinstance(module, nn.Linear) else mean[:, None]
+            for mean, module in zip(means[1::2], self.watched[1::2], strict=True)
+        )
+        return list(zip(means[::2], of_mlps, strict=True))
 
 
 class _GateFisher(GroupInformation):
