@@ -22,10 +22,18 @@ PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "head_dim": 8, "patch_size": 4, "image_size": 16,
 }  # fmt: skip
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
+}  # fmt: skip
 # The wrapper, the variant inside, and its own fields, by a name.
 WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": ("mistral3", "mistral", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
     "mistral3-ministral3": ("mistral3", "ministral3", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": IMAGE},
+    ),
     "mistral3-tied": ("mistral3", "ministral3-sliding-tied", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
 }
 
@@ -40,7 +48,8 @@ def build_wrapper(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedMo
     generator = torch.Generator().manual_seed(0)
     for parameter_name, p in model.named_parameters():
         values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        p.data.copy_(1 + 0.3 * values if "norm" in parameter_name else values / p.shape[-1] ** 0.5)
+        mean = 0 if "gemma" in name else 1  # of norms' weights: Gemma's multiply by 1 more
+        p.data.copy_(mean + 0.3 * values if "norm" in parameter_name else values / p.shape[-1] ** 0.5)
     return model.eval().requires_grad_(False)
 
 
@@ -69,11 +78,15 @@ def zeroed_inside(whole: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
     return reference
 
 
-def image_inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def image_inputs(name: str) -> dict[str, Tensor]:
     """An image of 4 x 4 patches, merged into four, and a text around it."""
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ids = torch.tensor([[7, 8, IMAGE, IMAGE, IMAGE, IMAGE, 9, 10, 11]])
-    return {"input_ids": ids, "pixel_values": pixels.to(dtype), "image_sizes": torch.tensor([[16, 16]])}
+    # Gemma's text sees the whole image at once, wherever it stands.
+    further = (
+        {"token_type_ids": (ids == IMAGE).long()} if "gemma3" in name else {"image_sizes": torch.tensor([[16, 16]])}
+    )
+    return {"input_ids": ids, "pixel_values": pixels, **further}
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def test_an_image_gives_what_it_gives_with_zeros_in_place_of_what_was_removed(na
     plan = write_pruned(opened(tmp_path / "dense"), shape, tmp_path / "pruned")
     small = AutoModelForImageTextToText.from_pretrained(tmp_path / "pruned").eval()
     assert (type(small) is type(whole)) == (shape == UNIFORM) and isinstance(small, type(whole))
-    inputs, truth = image_inputs(), zeroed_inside(whole, plan)
+    inputs, truth = image_inputs(name), zeroed_inside(whole, plan)
     with_image = truth(**inputs, use_cache=False).logits
     other = truth(**inputs | {"pixel_values": inputs["pixel_values"].flip(-1)}, use_cache=False).logits
     assert (with_image - other).abs().max() > 1e-3  # the image counts
@@ -121,7 +121,7 @@ print(type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__, 
 def test_programs_that_have_seen_none_of_its_classes_load_it(tmp_path):
     whole = write_wrapper(tmp_path / "dense", "mistral3-ministral3")
     plan = write_pruned(opened(tmp_path / "dense"), FREE, tmp_path / "pruned")
-    inputs = image_inputs()
+    inputs = image_inputs("mistral3")
     logits = zeroed_inside(whole, plan)(**inputs, use_cache=False).logits
     save_file(inputs | {"logits": logits}, tmp_path / "case.safetensors")
     command = [sys.executable, "-P", "-c", STRANGER, str(tmp_path / "pruned"), str(tmp_path / "case.safetensors")]
