@@ -106,7 +106,8 @@ def test_what_is_saved_is_what_transformers_writes_and_gives_the_masked_logits(f
             expected = masked(build_tiny(mixture, torch.float32), plan)(input_ids=tokens(), use_cache=False).logits
             assert (again(input_ids=tokens(), use_cache=False).logits - expected).abs().max() <= FLOAT32_TOLERANCE
         assert manifest.params == sum(p.numel() for p in again.parameters()) == plan.total_params - plan.removed_params
-        check_checkpoint(output, manifest, load_config(resolve(str(output))))
+        source = resolve(str(output))
+        check_checkpoint(output, manifest, load_config(source), source)
         config = json.loads((output / "config.json").read_text())
         if make_plan is alike:
             assert config["model_type"] == "qwen3_moe" and config["num_experts"] == config["num_local_experts"] == 5

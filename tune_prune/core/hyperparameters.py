@@ -68,7 +68,7 @@ HYPERPARAMETERS = {
     row.name: row
     for row in (
         Hyperparameter(
-            "method", "Method", MethodName(), "blockwise", "rule that scores heads and channels", "scores", required=True
+            "method", "Method", MethodName(), "blockwise", "rule that scores each part", "scores", required=True
         ),
         Hyperparameter(
             "seq_len", "Tokens per sample", Whole(2, 131_072), "64",

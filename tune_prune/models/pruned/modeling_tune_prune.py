@@ -121,8 +121,9 @@ def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Mod
         layer.self_attn.config = config  # so that the choice of the attention kernel reaches it later, too
         if hasattr(layer.self_attn, "qkv_proj"):
             layer.self_attn.config = LayerConfig(config, **{name: getattr(own, name) for name in SIZES})
-    if hasattr(layer.mlp, "experts"):
-        layer.mlp.experts.config = config  # and that of the experts' kernel
+    experts = getattr(getattr(layer, "mlp", None), "experts", None)
+    if experts is not None:
+        experts.config = config  # and that of the experts' kernel
     return layer
 
 
