@@ -25,6 +25,10 @@ PIXTRAL: dict[str, Any] = {
 SIGLIP: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
 }  # fmt: skip
+QWEN: dict[str, Any] = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
+    "out_hidden_size": 32, "num_position_embeddings": 16,
+}  # fmt: skip
 # The wrapper, the variant inside, and its own fields, by a name.
 WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": ("mistral3", "mistral", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
@@ -33,6 +37,11 @@ WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "gemma3",
         "gemma3_text",
         {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": IMAGE},
+    ),
+    "qwen3_5": (
+        "qwen3_5",
+        "qwen3_5_text",
+        {"vision_config": QWEN, "image_token_id": IMAGE, "vision_start_token_id": 4},
     ),
     "mistral3-tied": ("mistral3", "ministral3-sliding-tied", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
 }
@@ -72,7 +81,7 @@ def zeroed_inside(whole: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
     reference, width = copy.deepcopy(whole), QUERIES_PER_KV * HEAD_DIM
     layers = reference.model.language_model.layers
     for layer, groups, channels in zip(layers, plan.kept_groups, plan.kept_channels, strict=True):
-        for group in set(ALL_GROUPS) - set(groups):
+        for group in set(ALL_GROUPS) - set(groups) if any(plan.kept_groups) else ():  # else attention stays whole
             layer.self_attn.o_proj.weight[:, group * width : (group + 1) * width] = 0
         layer.mlp.down_proj.weight[:, sorted(set(ALL_CHANNELS) - set(channels))] = 0
     return reference
@@ -82,6 +91,10 @@ def image_inputs(name: str) -> dict[str, Tensor]:
     """An image of 4 x 4 patches, merged into four, and a text around it."""
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ids = torch.tensor([[7, 8, IMAGE, IMAGE, IMAGE, IMAGE, 9, 10, 11]])
+    if name == "qwen3_5":  # a row for each patch, of which two frames have the same
+        patches = pixels.view(16, 48).repeat(1, 2)
+        about = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (ids == IMAGE).int()}
+        return {"input_ids": ids, "pixel_values": patches, **about}
     # Gemma's text sees the whole image at once, wherever it stands.
     further = (
         {"token_type_ids": (ids == IMAGE).long()} if "gemma3" in name else {"image_sizes": torch.tensor([[16, 16]])}

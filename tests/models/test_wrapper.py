@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,10 @@ def opened(folder: Path, load=load_model) -> LoadedModel:
 
 
 def write_pruned(dense: LoadedModel, shape: str, folder: Path, fmt: str = "hf") -> PruningPlan:
-    plan = PruningPlan(*SHAPES[shape], 0, 0, dense.geometry.total_params)
+    groups, channels = SHAPES[shape]
+    if "attention" not in dense.family.prunes:
+        groups = ((),) * len(groups)
+    plan = PruningPlan(groups, channels, 0, 0, dense.geometry.total_params)
     small, _ = layers.compact(cut(dense.model, dense.family, plan, dense.residency.weights), dense.family)
     folder.mkdir()
     saved = layers.as_saved(small, dense.model, dense.family, dense.geometry, fmt)
@@ -75,9 +79,10 @@ def test_an_image_gives_what_it_gives_with_zeros_in_place_of_what_was_removed(na
     assert torch.equal(small.generate(**inputs, **new), truth.generate(**inputs, **new))
 
     before, after = stored(tmp_path / "dense"), stored(tmp_path / "pruned")
-    others = {key for key in before if "vision_tower" in key or "projector" in key}
+    around = re.compile("vision_tower|projector|visual")
+    others = set(filter(around.search, before))
     assert others and {key.removeprefix("model.") for key in others} == {
-        key.removeprefix("model.") for key in after if "vision_tower" in key or "projector" in key
+        key.removeprefix("model.") for key in filter(around.search, after)
     }
     for key in others:
         again = after[key] if shape == UNIFORM else after[f"model.{key.removeprefix('model.')}"]
