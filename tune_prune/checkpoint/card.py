@@ -167,9 +167,10 @@ def vllm_options(config: Mapping[str, Any], shape: str) -> list[str]:
     """Return the options with which vLLM runs a model with the values of that config.json as one pruned in that `shape`."""
     heads, hidden, options = config.get("num_attention_heads") or 1, config.get("hidden_size", 0), list[str]()
     as_wide = heads * (config.get("head_dim") or hidden // heads) == hidden
-    if config.get("model_type") == "qwen2" and (not as_wide or config.get("use_sliding_window")):
-        # vLLM's own class of the family ignores head_dim and refuses windows in a part of the layers; the class of
-        # transformers, which it can run, too, has both.
+    model_type, qwen2 = config.get("model_type"), not as_wide or config.get("use_sliding_window")
+    if (model_type == "qwen2" and qwen2) or model_type in ("cohere", "cohere2", "ernie4_5", "ministral3"):
+        # vLLM's own class of Qwen2 ignores head_dim and refuses windows in a part of the layers, those of the others have given
+        # other numbers than transformers' (0.32); the class of transformers, which it can run, too, does right.
         options += ["--model-impl", "transformers"]
     gpus = Shape.read(shape).gpus
     return [*options, "--tensor-parallel-size", str(gpus)] if gpus > 1 else options
