@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tune_prune.models.families import FAMILIES, Family, check_structure, decode
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import config_geometry
 from tune_prune.models.pruned.configuration_tune_prune import CONFIGS
+from tune_prune.models.pruned.modeling_tune_prune import DECODERS, LANGUAGE_MODELS
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.selection import budget
 from tune_prune.pruning.surgery import prune
@@ -299,4 +301,7 @@ def test_a_pruned_checkpoint_with_half_an_attention_is_refused(tiny):
 
 
 def test_the_pruned_models_of_every_family_have_classes():
+    """By a name of their own, by which a checkpoint's config.json asks for them."""
     assert set(CONFIGS) == set(FAMILIES)
+    for classes in (CONFIGS, DECODERS, LANGUAGE_MODELS):
+        assert all(getattr(sys.modules[own.__module__], own.__name__) is own for own in classes.values())

@@ -159,15 +159,17 @@ def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrain
 
 
 def _language_model_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    # Of a model that others wrap, the part without its head alone is called a text model.
-    base = getattr(transformers, f"{MODELS.get(stem, stem).removesuffix('Text')}ForCausalLM")
+    stem = stem.removesuffix(
+        "Text"
+    )  # of a model that others wrap, the part without its head alone is called a text model
+    base = getattr(transformers, f"{MODELS.get(stem, stem)}ForCausalLM")
 
     def __init__(self, config: PrunedConfig) -> None:
         base.__init__(self, _one_layer(config))
         _put_decoder(self, config, decoder_class)
 
     fields = {"config_class": decoder_class.config_class, "__init__": __init__, "__module__": __name__}
-    return type(f"Pruned{base.__name__}", (base,), fields)
+    return type(f"Pruned{stem}ForCausalLM", (base,), fields)
 
 
 # PrunedLlamaModel, PrunedLlamaForCausalLM and so on, by the model_type of the dense family. No constructor's `self` has a type, as
