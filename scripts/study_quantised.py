@@ -114,7 +114,10 @@ def _cells(row: dict[str, Any]) -> list[object]:
 def _kinds(text: str) -> list[str]:
     kinds = text.split(",")
     for kind in kinds:
-        quantisation.check(kind, "gguf", RECIPE["shape"])
+        if kind not in quantisation.GGUF_KINDS:
+            raise argparse.ArgumentTypeError(f"{kind} is none of {', '.join(quantisation.GGUF_KINDS)}")
+        if kind != "q8_0":
+            quantisation.llama_quantize(kind)
     return kinds
 
 

@@ -130,9 +130,7 @@ def test_what_cannot_hold_a_mixture_says_so(tiny):
     model = tiny("qwen3_moe", torch.float32)
     geometry = read_geometry(model, FAMILY)
     for fmt in ("hf-padded", "vllm"):
-        with pytest.raises(
-            UserError, match=f"format {fmt} fills layers up with zeros, and a router would take experts"
-        ):
+        with pytest.raises(UserError, match=f"format {fmt} is for layers with the same number of experts"):
             layers.as_saved(cut(model, FAMILY, plan_of(geometry)), model, FAMILY, geometry, fmt)
         small = layers.as_saved(cut(model, FAMILY, alike(geometry)), model, FAMILY, geometry, fmt)
         assert type(small.model) is type(model)
@@ -202,6 +200,11 @@ class Written:
         self.folder = folder
 
 
-def test_experts_are_not_quantised():
+def test_experts_are_neither_quantised_nor_filled_up():
+    geometry = read_geometry(build_tiny("qwen3_moe"), FAMILY)
     with pytest.raises(UserError, match="--quantize int8 rounds the matrices of single projections, and the experts"):
-        quantisation.check("int8", "hf", "free", experts=True)
+        quantisation.check("int8", "hf", "free", geometry)
+    for fmt in ("vllm", "hf-padded"):
+        layers.check_experts(fmt, "uniform", geometry)
+        with pytest.raises(UserError, match=f"format {fmt} is for layers with the same number of experts"):
+            layers.check_experts(fmt, "free", geometry)

@@ -79,6 +79,9 @@ def test_a_search_ends_and_its_best_is_saved_loaded_and_measured(
     records = [json.loads(path.read_text("utf-8")) for path in (tmp_path / "ray_results/one/ledger").glob("*.json")]
     assert [record["status"] for record in records] == ["complete"]
     run(prune.main, "--config", "ray_results/one", "--output", "small")
+    card = (tmp_path / "small/README.md").read_text(encoding="utf-8")
+    assert ("attention heads and MLP channels" in card) == ("attention" in FAMILIES[family].prunes)
+    assert "without attention" not in card or "attention" in FAMILIES[family].prunes
     small, info = AutoModelForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
     assert not any(info.values())
     left = small.num_parameters() / dense.num_parameters()

@@ -73,6 +73,7 @@ def test_it_goes_on_after_kills_and_measures_what_it_has_saved(tmp_path: Path) -
         ("smollm3", "vllm", None),
         ("llama", "mlx", "aligned"),
         *(("qwen3_moe-switched", engine, "uniform") for engine in ("vllm", "mlx")),
+        ("lfm2", "vllm", "uniform"),  # carries a state, which vLLM's class for others' models does not keep
     ],
 )
 def test_the_shape_is_one_that_the_engine_takes(tmp_path: Path, variant: str, engine: str, shape: str | None) -> None:
@@ -81,6 +82,15 @@ def test_the_shape_is_one_that_the_engine_takes(tmp_path: Path, variant: str, en
     AutoConfig.for_model(model_type, **SIZES | fields | rope).save_pretrained(tmp_path / "model")
     args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", engine])
     assert shrink._shape(args, shrink.TARGETS[engine]) == shape
+
+
+def test_rotary_embeddings_that_the_class_for_mlx_lacks_are_refused_before_the_search(tmp_path: Path) -> None:
+    AutoConfig.for_model("phi3", **SIZES | VARIANTS["phi3-longrope-tied"][1]).save_pretrained(tmp_path / "model")
+    args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", "mlx"])
+    with pytest.raises(
+        UserError, match="rotary embeddings of type 'longrope', which the class for mlx_lm does not have"
+    ):
+        shrink._shape(args, shrink.TARGETS["mlx"])
 
 
 @pytest.mark.parametrize("family", ["exaone4", "olmo2"])

@@ -29,6 +29,7 @@ from tune_prune.core.kinds import Shape, texts_of
 from tune_prune.core.measures import fraction, wilson_interval, wilson_items
 from tune_prune.core.terminal import markdown, markdown_code, printable
 from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2
+from tune_prune.models.families import family_of
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.methods import load_method
 
@@ -42,6 +43,7 @@ QUANTISED = "Q4_K_M"  # llama.cpp's usual choice
 AUTO_WRAPPER = (
     "AutoModelForImageTextToText"  # loads a model with a language model inside; AutoModelForCausalLM knows few
 )
+_BLOCK_NAMES = {"attention": "attention", "mlp": "MLP"}
 _VLLM_HEAD = 32  # the smallest head size that vLLM's attention takes
 
 
@@ -88,10 +90,12 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         dense=manifest.sizes["dense"],
         disk_bytes=sum(file.bytes for file in manifest.files.values()),
         hub_id=hub_id,
+        gone=" and ".join([*["attention heads"] * any(geometry.kv_heads), f"{geometry.channel_name}s"]),
         layers=_layers(manifest),
         license=_license(manifest),
         license_entries=yaml.safe_dump(licence, sort_keys=False, width=10**6).strip(),
         measured_on=measured_on(manifest),
+        mlx="model_file" in saved_config(folder),
         name=hub_id or manifest.base.label,
         auto=AUTO_WRAPPER if "text_config" in saved_config(folder) else "AutoModelForCausalLM",
         own_classes="auto_map" in saved_config(folder),  # names classes that lie beside it
@@ -144,16 +148,8 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
             'print(tokenizer.decode(model.generate(**tokenizer("Once upon a time", return_tensors="pt"))[0]))'
         )
     commands = [("try", shlex.join(["python", "-c", code]))]
-    bare = [str(place) for place, layer in enumerate(about.saved_layers) if not about.plan.kept_groups[layer]]
-    if bare and about.format == "hf":
-        layers = f"layer{'s' * (len(bare) > 1)} {', '.join(bare)}"
-        why = f"not with vLLM, as {layers} lost all attention: save it with --format vllm"
+    if (why := _not_in_vllm(about, wrapper, own_classes)) is not None:
         return [*commands, ("serve", why)]
-    if wrapper and own_classes:
-        return [
-            *commands,
-            ("serve", "not tried with vLLM, as its layers differ beside a vision tower: search with --shape uniform"),
-        ]
     config = config.get("text_config", config)
     if (
         config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
@@ -161,6 +157,24 @@ def uses(folder: Path, about: Manifest, where: str) -> list[tuple[str, str]]:
         options = [*["--trust-remote-code"] * own_classes, *vllm_options(config, about.config.shape)]
         commands.append(("serve", shlex.join(["vllm", "serve", where, *options])))
     return commands
+
+
+def _not_in_vllm(about: Manifest, wrapper: bool, own_classes: bool) -> str | None:
+    """Return in a clause why vLLM does not serve a folder, and what would; None where it may."""
+    family = family_of(about.base.model_type)
+    bare = [str(place) for place, layer in enumerate(about.saved_layers) if not about.plan.kept_groups[layer]]
+    if bare and about.format == "hf" and "attention" in family.prunes:
+        layers = f"layer{'s' * (len(bare) > 1)} {', '.join(bare)}"
+        return f"not with vLLM, as {layers} lost all attention: save it with --format vllm"
+    if not own_classes:
+        return None
+    if family.experts:
+        return "not with vLLM, as its layers have different numbers of experts: search with --shape uniform"
+    if family.recurrent:  # vLLM's class for transformers' models keeps keys and values alone
+        return "not with vLLM, as its layers differ and carry a state from token to token: search with --shape uniform"
+    if wrapper:
+        return "not tried with vLLM, as its layers differ beside a vision tower: search with --shape uniform"
+    return None
 
 
 def vllm_options(config: Mapping[str, Any], shape: str) -> list[str]:
@@ -258,9 +272,11 @@ def _layers(manifest: Manifest) -> str:
     layers, dropped = manifest.base.layers, manifest.dropped_layers
     text = f"{layers - len(dropped)} of {layers}"
     text += f"; dropped: {', '.join(map(str, dropped))}" if dropped else ""
-    for block, kept in (("attention", manifest.plan.kept_groups), ("MLP", manifest.plan.kept_channels)):
+    blocks = {"attention": manifest.plan.kept_groups, "mlp": manifest.plan.kept_channels}
+    for block in family_of(manifest.base.model_type).prunes:
+        kept = blocks[block]
         gone = [str(layer) for layer, part in enumerate(kept) if not part and layer not in dropped]
-        text += f"; without {block}: {', '.join(gone)}" if gone else ""
+        text += f"; without {_BLOCK_NAMES[block]}: {', '.join(gone)}" if gone else ""
     return text
 
 

@@ -26,6 +26,7 @@ from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, LANGUAGE_MODELS
 from tune_prune.models.registration import MLX_FAMILIES, MODEL_FILE, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.wrapper import Surroundings, name_in_wrapper
+from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.padding import zero_filled
 from tune_prune.pruning.surgery import Sketch
@@ -225,10 +226,7 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
     if is_uniform(sizes, geometry.uniform_kv_heads):
         config = stock_config(config, sizes[0], geometry.head_dim)
     elif any(size.expert_width for size in sizes) and fmt != "hf":
-        raise UserError(
-            f"format {fmt} fills layers up with zeros, and a router would take experts of zeros; search with --shape uniform, "
-            "which needs none, or save the model with --format hf"
-        )
+        raise _experts_of_zeros(fmt)
     elif fmt == "hf-padded":
         config = stock_config(config, _widest(sizes, geometry), geometry.head_dim)
     else:
@@ -294,10 +292,27 @@ def _widest(sizes: Sequence[LayerWidths], geometry: Geometry) -> LayerWidths:
     return LayerWidths(kv_heads * per_kv, kv_heads, max(1, *(size.channels for size in sizes)))
 
 
+def check_experts(fmt: str, shape: str, geometry: Geometry) -> None:
+    """Raise UserError where a mixture of experts that is pruned in `shape` has no files of that format."""
+    if any(geometry.mixtures) and fmt in ("hf-padded", "vllm") and not shapes.is_uniform(shape):
+        raise _experts_of_zeros(fmt)
+
+
+def _experts_of_zeros(fmt: str) -> UserError:
+    return UserError(
+        f"format {fmt} is for layers with the same number of experts, as a router would take experts of zeros; search with --shape "
+        "uniform, or save the model with --format hf"
+    )
+
+
 def padded_params(plan: PruningPlan, geometry: Geometry) -> int:
     """Return the parameters of the padded model that `plan` leaves, to warn before it is written: norms of dropped layers count,
     too."""
-    layers = [layer for layer, groups in enumerate(plan.kept_groups) if groups or plan.kept_channels[layer]]
+    layers = [
+        layer
+        for layer, groups in enumerate(plan.kept_groups)
+        if groups or plan.kept_channels[layer] or geometry.whole_attention
+    ]
     most = max(len(plan.kept_groups[layer]) for layer in layers)
     kv_heads = min(count for count in (*geometry.uniform_kv_heads, max(geometry.kv_heads)) if count >= most)
     channels = max(len(plan.kept_channels[layer]) for layer in layers)

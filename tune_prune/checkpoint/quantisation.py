@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+from typing import TYPE_CHECKING
 
 from tune_prune.core.config import alignment
 from tune_prune.core.errors import UserError
+
+if TYPE_CHECKING:
+    from tune_prune.models.geometry import Geometry
 
 GGUF_KINDS = (
     "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_xs", "iq4_nl",
@@ -33,15 +37,15 @@ def name_of(kind: str | None) -> str | None:
     return kind.upper() if kind in GGUF_KINDS else kind
 
 
-def check(kind: str | None, fmt: str, shape: str, around_params: int = 0, experts: bool = False) -> None:
-    """Raise UserError unless a checkpoint of format `fmt`, pruned in `shape`, can be quantised to `kind` with what is installed;
-    None: it is not quantised. `around_params`: of a wrapper around the language model; `experts`: whether that is a mixture."""
+def check(kind: str | None, fmt: str, shape: str, geometry: Geometry) -> None:
+    """Raise UserError unless a checkpoint of format `fmt`, of a model of that `geometry` pruned in `shape`, can be quantised to
+    `kind` with what is installed; None: it is not quantised."""
     if kind is None:
         return
     if (fmt == "gguf") != (kind in GGUF_KINDS):
         step = "add --format gguf" if kind in GGUF_KINDS else f"take one of {', '.join(GGUF_KINDS)}"
         raise UserError(f"--quantize {kind} is no type of --format {fmt}; {step}, or leave --quantize out")
-    if experts:
+    if any(geometry.mixtures):
         raise UserError(
             f"--quantize {kind} rounds the matrices of single projections, and the experts of this model are stacked; leave it "
             "out, and quantise the checkpoint with llm-compressor, a GGUF file with llama-quantize"
@@ -51,7 +55,7 @@ def check(kind: str | None, fmt: str, shape: str, around_params: int = 0, expert
             f"--quantize {kind} makes a model smaller, and --format hf-padded fills it up with zeros; take --format hf, with "
             "--shape uniform where no own classes can be loaded"
         )
-    if kind in FOLDER_KINDS and around_params:
+    if kind in FOLDER_KINDS and geometry.around_params:
         raise UserError(
             f"--quantize {kind} is for models of text alone, and this one has a language model beside a vision tower; leave it out"
         )

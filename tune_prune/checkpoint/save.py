@@ -235,6 +235,8 @@ def _add_older_names(path: Path) -> None:
         changes["text_config"] = values["text_config"] | _older_rope(values["text_config"])
     if "num_local_experts" in values:
         changes["num_experts"] = values["num_local_experts"]
+    if values["model_type"] == "lfm2":
+        changes["block_ff_dim"] = values["intermediate_size"]
     _change_json(path, changes)
 
 

@@ -439,8 +439,7 @@ class PrunedModel:
             format=format, dtype=dtype, shard_gb=shard_gb, overwrite=overwrite, measure=measure, quantize=quantize
         )
         checked("prune", asked | {"upload": upload, "public": public})
-        dense = self.dense.geometry
-        quantisation.check(quantize, format, self.config.shape, dense.around_params, any(dense.mixtures))
+        quantisation.check(quantize, format, self.config.shape, self.dense.geometry)
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
         if upload is not None:

@@ -111,11 +111,11 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     """Execute a request for that model and save what it makes, saying what is done; `options` as in `PrunedModel.save`. Raises
     UserError."""
     from tune_prune.checkpoint import quantisation
-    from tune_prune.checkpoint.layers import padded_params
+    from tune_prune.checkpoint.layers import check_experts, padded_params
 
     # Before hours of statistics.
-    about = dense.geometry
-    quantisation.check(options.get("quantize"), fmt, request.config.shape, about.around_params, any(about.mixtures))
+    quantisation.check(options.get("quantize"), fmt, request.config.shape, dense.geometry)
+    check_experts(fmt, request.config.shape, dense.geometry)
     if fmt == "gguf":
         from tune_prune.checkpoint.gguf.architecture import check_shape
 

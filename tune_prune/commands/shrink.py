@@ -118,9 +118,8 @@ def _shrink(args: argparse.Namespace) -> None:
     with terminal.shown(), terminal.waiting("starting: reading model and data, timing this machine ..."):
         plan = make_plan(settings, args.gpu)
     (model,) = plan.models
-    around, experts = model.geometry.around_params, any(model.geometry.mixtures)
-    quantisation.check(args.quantize, target.format, model.shapes[0], around, experts)
-    if target is TARGETS["mlx"] and around:
+    quantisation.check(args.quantize, target.format, model.shapes[0], model.geometry)
+    if target is TARGETS["mlx"] and model.geometry.around_params:
         raise UserError(
             f"mlx_lm takes no language model out of {model.run.label}, which reads images, too; leave --for mlx out"
         )
@@ -183,23 +182,31 @@ def _shape(args: argparse.Namespace, target: Target) -> str | None:
     from tune_prune.checkpoint.gguf.architecture import check_config, check_shape
     from tune_prune.models import catalog, loading
     from tune_prune.models.families import family_of
-    from tune_prune.models.registration import MLX_FAMILIES
+    from tune_prune.models.registration import MLX_FAMILIES, MLX_ROPE_TYPES
 
     engine = vars(args)["for"]
     wanted = "aligned" if args.quantize == "int4" else target.shape  # which takes widths in multiples of 32
     if engine == "transformers":
         return wanted
-    config = loading.load_config(catalog.resolve(args.model))
-    family = family_of(config.model_type)
+    source = catalog.resolve(args.model)
+    config = loading.load_config(source)
+    family, whole = family_of(config.model_type), loading.whole_config(source)
     if family.experts and engine in ("vllm", "mlx"):
         return "uniform"
-    if engine == "vllm":
-        return wanted
+    if engine == "vllm":  # by its own class where it would not know ours: beside a vision tower, or with a state
+        return "uniform" if family.recurrent or whole.model_type != config.model_type else wanted
     if engine == "mlx":
         if config.model_type not in MLX_FAMILIES:
             raise UserError(
                 f"mlx_lm runs pruned models of {', '.join(MLX_FAMILIES)}, and not of {config.model_type}; take --for transformers "
                 "or --for vllm"
+            )
+        rope = getattr(config, "rope_parameters", None) or {}
+        kind = rope.get("full_attention", rope).get("rope_type", "default")
+        if kind not in MLX_ROPE_TYPES:
+            raise UserError(
+                f"the model has rotary embeddings of type {kind!r}, which the class for mlx_lm does not have "
+                f"({', '.join(MLX_ROPE_TYPES)}); take --for transformers or --for vllm"
             )
         return target.shape
     check_config(config)

@@ -2,7 +2,7 @@
 
 One row per family; every room reads the row and none asks for a model's type. To support another family, add a row and
 run `pytest tests/models/test_families.py`, which walks the table. `check_structure` compares a row with a built model, so that
-an unknown or sparse layout becomes a sentence instead of wrong numbers.
+an unknown layout becomes a sentence instead of wrong numbers.
 
 Shapes: H hidden size, d head dim, K key/value heads, g query heads per KV head, M MLP width, E experts of m channels; weights are
 [out, in].

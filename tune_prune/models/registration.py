@@ -13,6 +13,7 @@ MODEL_FILE = "mlx_tune_prune.py"
 MLX_FAMILIES = (
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3", "granite", "phi3", "glm4", "gemma", "gemma3_text",
 )  # fmt: skip
+MLX_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # as in that file
 
 # The classes of each kind of model: of its config, and of its models by the auto class that loads them.
 _KINDS = (

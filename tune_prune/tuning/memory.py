@@ -379,6 +379,7 @@ class Shapes:
         family, of_weights = family_of(self.config.model_type), bool(work.weight_sums)
         normed = len(family.layer_norms) * h + bool(family.head_norms) * (q + q // self.geometry.queries_per_kv)
         saved = item * (2 * h + 5 * q + 4 * m + 2 * self._routed) + FLOAT32 * normed + heads  # of a token in a layer
+        saved += self._state(22, 28)
         if not (of_weights or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
             saved -= item * 2 * h
         # Of a part of the logits the log-softmax and two gradients.
@@ -433,7 +434,16 @@ class Shapes:
         """Return the bytes of a token of a row inside one layer of a forward pass."""
         h, item = self.geometry.hidden_size, self.itemsize
         inside = max(item * (max(3 * self._m + 2 * self._routed, 6 * self._q) + 5 * h), item * 2 * h + FLOAT32 * 3 * h)
-        return inside + 2 * self._scores(row)
+        return inside + 2 * self._scores(row) + self._state(17, 8)
+
+    def _state(self, chunked: int, gated: int) -> int:
+        """Return the bytes that a token takes in a layer that carries a state, by what transformers does without kernels of its
+        own: so many float32 numbers for each head and token of its chunk (Mamba-2), or for each of its values (gated delta rule).
+        The factors are those of a layer of Falcon-H1 1.5B's and of Qwen3.5 4B's sizes, measured on a CPU."""
+        config = self.config
+        chunk = getattr(config, "mamba_chunk_size", 0) * getattr(config, "mamba_n_heads", 0)
+        values = getattr(config, "linear_num_value_heads", 0) * getattr(config, "linear_value_head_dim", 0)
+        return FLOAT32 * (chunked * chunk + gated * values)
 
     def _scores(self, row: int) -> int:
         """Return the bytes of a token's scores of all heads with its row's, where the kernel keeps them."""
