@@ -40,7 +40,7 @@ NOT_RUN = (
 ON_CLUSTERS = ("docker", "kubectl", "ray", "sbatch")  # tests/tuning/test_cluster.py runs what one machine can
 SHORT = 5000  # characters of perplexity text: of a search's time it would be most
 QUICK_SPACES = ("smoke", "control", ".yaml")  # a search over these takes seconds
-_HUB_MODEL = re.compile(rf"(?<!tiny-)\b({'|'.join(map(re.escape, HUB_ALIASES))})\b")
+_HUB_MODEL = re.compile(rf"(?<!tiny-)\b({'|'.join(map(re.escape, HUB_ALIASES))}|(Qwen|mistralai)/[\w.-]+)\b")
 _FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?<=\n\n)((?:    (?:python|make|pip|tune-prune|source|tensorboard) (?:.*\\\n)*.*\n)+)")
 
