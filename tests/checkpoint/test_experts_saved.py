@@ -18,6 +18,7 @@ from tests.conftest import build_tiny
 from tests.gguf_reading import File, LlamaCpp
 from tests.models.conftest import tokenizer
 from tests.pruning.test_experts import FAMILY, masked, plan_of, tokens
+from tests.pruning.test_selection import cost_of
 from tune_prune.checkpoint import layers, quantisation
 from tune_prune.checkpoint.gguf.architecture import check_config, choose_architecture
 from tune_prune.checkpoint.gguf.gguf_file import write_gguf
@@ -44,11 +45,7 @@ def alike(geometry: Geometry) -> PruningPlan:
 
 def counted(plan: PruningPlan, geometry: Geometry) -> PruningPlan:
     """The plan with the number of parameters that it removes."""
-    removed = 0
-    for layer, (groups, channels) in enumerate(zip(plan.kept_groups, plan.kept_channels, strict=True)):
-        removed += (geometry.kv_heads[layer] - len(groups)) * geometry.group_cost[layer]
-        removed += (geometry.mlp_width[layer] - len(channels)) * geometry.channel_cost[layer]
-        removed += 0 if groups else geometry.last_group_extra[layer]
+    removed = cost_of(plan, geometry)
     return PruningPlan(plan.kept_groups, plan.kept_channels, removed, removed, plan.total_params)
 
 

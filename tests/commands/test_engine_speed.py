@@ -174,19 +174,20 @@ def test_a_benchmark_ends_with_the_command_that_was_killed(saved, calls, tmp_pat
     (tmp_path / "bin" / "vllm").write_text(f"#!/bin/sh\n/usr/bin/setsid /bin/sleep 300 &\necho $! > {started}\nwait\n")
     line = [sys.executable, "-m", "tune_prune.speed", "--model", saved["hf"], "--engine", "vllm"]
     command = subprocess.Popen(line, env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
-    wait_for(lambda: started.exists() and started.read_text().endswith("\n"), 100)
+    assert becomes_true(lambda: started.exists() and started.read_text().endswith("\n"), 100)
     process = psutil.Process(int(started.read_text()))
     command.kill()
     command.wait()
-    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 15)
-    wait_for(lambda: not list(tmp_path.glob("tmp*")), 15)
+    assert becomes_true(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 15)
+    assert becomes_true(lambda: not list(tmp_path.glob("tmp*")), 15)
 
 
-def wait_for(happened: Callable[[], bool], seconds: float) -> None:
+def becomes_true(happened: Callable[[], bool], seconds: float) -> bool:
+    """Say whether it does within so many seconds."""
     until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until
+    while not happened() and time.monotonic() < until:
         time.sleep(0.1)
+    return happened()
 
 
 def test_what_an_engine_cannot_measure_is_one_sentence(saved, calls, sentence, monkeypatch, tmp_path):

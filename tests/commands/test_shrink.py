@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from tune_prune.commands import shrink
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
+from tune_prune.models import registration
 
 ROOT = Path(__file__).parents[2]
 LINE = [sys.executable, "-m", "tune_prune.shrink", "tiny-llama", "--quick"]
@@ -91,6 +93,9 @@ def test_rotary_embeddings_that_the_class_for_mlx_lacks_are_refused_before_the_s
         UserError, match="rotary embeddings of type 'longrope', which the class for mlx_lm does not have"
     ):
         shrink._shape(args, shrink.TARGETS["mlx"])
+    classes = Path(registration.__file__).with_name("pruned") / registration.MODEL_FILE
+    of_class = re.search("^ROPE_TYPES = (.*)$", classes.read_text(encoding="utf-8"), re.MULTILINE)
+    assert of_class is not None and ast.literal_eval(of_class[1]) == registration.MLX_ROPE_TYPES
 
 
 @pytest.mark.parametrize("family", ["exaone4", "olmo2"])

@@ -43,7 +43,6 @@ QUANTISED = "Q4_K_M"  # llama.cpp's usual choice
 AUTO_WRAPPER = (
     "AutoModelForImageTextToText"  # loads a model with a language model inside; AutoModelForCausalLM knows few
 )
-_BLOCK_NAMES = {"attention": "attention", "mlp": "MLP"}
 _VLLM_HEAD = 32  # the smallest head size that vLLM's attention takes
 
 
@@ -272,11 +271,11 @@ def _layers(manifest: Manifest) -> str:
     layers, dropped = manifest.base.layers, manifest.dropped_layers
     text = f"{layers - len(dropped)} of {layers}"
     text += f"; dropped: {', '.join(map(str, dropped))}" if dropped else ""
-    blocks = {"attention": manifest.plan.kept_groups, "mlp": manifest.plan.kept_channels}
+    blocks = {"attention": ("attention", manifest.plan.kept_groups), "mlp": ("MLP", manifest.plan.kept_channels)}
     for block in family_of(manifest.base.model_type).prunes:
-        kept = blocks[block]
+        name, kept = blocks[block]
         gone = [str(layer) for layer, part in enumerate(kept) if not part and layer not in dropped]
-        text += f"; without {_BLOCK_NAMES[block]}: {', '.join(gone)}" if gone else ""
+        text += f"; without {name}: {', '.join(gone)}" if gone else ""
     return text
 
 

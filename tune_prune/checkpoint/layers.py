@@ -121,10 +121,8 @@ def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
     """Return the sizes of every layer, read off its modules."""
     sizes = []
     for layer in decoder_layers(model, family):
-        rows, kv_heads = (
-            {role: linear.out_features for role, linear in family.linears(layer).items()},
-            family.kv_heads(layer),
-        )
+        rows = {role: linear.out_features for role, linear in family.linears(layer).items()}
+        kv_heads = family.kv_heads(layer)
         heads = rows["query"] // family.head_dim(layer) if kv_heads else 0
         mixture = family.mixture(layer)
         mlp = (rows.get("gate", 0), 0) if mixture is None else (mixture.count, mixture.width)

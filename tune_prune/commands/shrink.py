@@ -183,18 +183,19 @@ def _shape(args: argparse.Namespace, target: Target) -> str | None:
     from tune_prune.models import catalog, loading
     from tune_prune.models.families import family_of
     from tune_prune.models.registration import MLX_FAMILIES, MLX_ROPE_TYPES
+    from tune_prune.models.wrapper import language_config
 
     engine = vars(args)["for"]
     wanted = "aligned" if args.quantize == "int4" else target.shape  # which takes widths in multiples of 32
     if engine == "transformers":
         return wanted
-    source = catalog.resolve(args.model)
-    config = loading.load_config(source)
-    family, whole = family_of(config.model_type), loading.whole_config(source)
+    whole = loading.whole_config(catalog.resolve(args.model))
+    config = language_config(whole)
+    family = family_of(config.model_type)
     if family.experts and engine in ("vllm", "mlx"):
         return "uniform"
     if engine == "vllm":  # by its own class where it would not know ours: beside a vision tower, or with a state
-        return "uniform" if family.recurrent or whole.model_type != config.model_type else wanted
+        return "uniform" if family.recurrent or whole is not config else wanted
     if engine == "mlx":
         if config.model_type not in MLX_FAMILIES:
             raise UserError(

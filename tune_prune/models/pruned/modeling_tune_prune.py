@@ -136,6 +136,11 @@ def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTraine
     model.post_init()
 
 
+def _pruned(name: str, base: Any, config_class: Any, __init__: Any, **methods: Any) -> type[PreTrainedModel]:
+    fields = {"config_class": config_class, "__init__": __init__, "__module__": __name__, **methods}
+    return type(f"Pruned{name}", (base,), fields)
+
+
 def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrainedModel]:
     base = getattr(transformers, f"{MODELS.get(stem, stem)}Model")
 
@@ -149,27 +154,19 @@ def _decoder_class(stem: str, config_class: type[PrunedConfig]) -> type[PreTrain
             # Falcon-H1's decoder gives it to its mixers; transformers passes over one whose code came with its checkpoint.
             base._init_weights(self, self)
 
-    fields = {
-        "config_class": config_class,
-        "__init__": __init__,
-        "_init_weights": _init_weights,
-        "__module__": __name__,
-    }
-    return type(f"Pruned{stem}Model", (base,), fields)
+    return _pruned(f"{stem}Model", base, config_class, __init__, _init_weights=_init_weights)
 
 
 def _language_model_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    stem = stem.removesuffix(
-        "Text"
-    )  # of a model that others wrap, the part without its head alone is called a text model
+    # Of a model that others wrap, the part without its head alone is called a text model.
+    stem = stem.removesuffix("Text")
     base = getattr(transformers, f"{MODELS.get(stem, stem)}ForCausalLM")
 
     def __init__(self, config: PrunedConfig) -> None:
         base.__init__(self, _one_layer(config))
         _put_decoder(self, config, decoder_class)
 
-    fields = {"config_class": decoder_class.config_class, "__init__": __init__, "__module__": __name__}
-    return type(f"Pruned{stem}ForCausalLM", (base,), fields)
+    return _pruned(f"{stem}ForCausalLM", base, decoder_class.config_class, __init__)
 
 
 # PrunedLlamaModel, PrunedLlamaForCausalLM and so on, by the model_type of the dense family. No constructor's `self` has a type, as
@@ -197,8 +194,7 @@ def _wrapped_decoder_class(stem: str, config_class: type[PreTrainedConfig]) -> t
         self.config = config
         self.post_init()
 
-    fields = {"config_class": config_class, "__init__": __init__, "__module__": __name__}
-    return type(f"Pruned{stem}Model", (base,), fields)
+    return _pruned(f"{stem}Model", base, config_class, __init__)
 
 
 def _wrapper_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -208,8 +204,7 @@ def _wrapper_class(stem: str, decoder_class: type[PreTrainedModel]) -> type[PreT
         base.__init__(self, _dense_inside(config))
         _put_decoder(self, config, decoder_class)
 
-    fields = {"config_class": decoder_class.config_class, "__init__": __init__, "__module__": __name__}
-    return type(f"Pruned{stem}ForConditionalGeneration", (base,), fields)
+    return _pruned(f"{stem}ForConditionalGeneration", base, decoder_class.config_class, __init__)
 
 
 # PrunedMistral3Model, PrunedMistral3ForConditionalGeneration and so on, by the model_type of the dense wrapper.
