@@ -50,16 +50,14 @@ class Geometry:
     kv_heads: tuple[int, ...]  # K; 0 of all layers where attention stays whole
     mlp_width: tuple[int, ...]  # M, or E experts
     group_cost: tuple[int, ...]  # one KV group: d*H*(2g+2) plus its biases
-    channel_cost: tuple[
-        int, ...
-    ]  # one MLP channel: 3H plus its biases; or one expert: 3Hm and its row of the router, H
+    # One MLP channel: 3H plus its biases; or one expert: 3Hm and its row of the router, H.
+    channel_cost: tuple[int, ...]
     last_group_extra: tuple[int, ...]  # parameters that go with a layer's last KV group (norms over head_dim)
     cache_layers: tuple[int, ...]  # layers that keep a KV group: the first of each attention type, so always layer 0
     uniform_kv_heads: tuple[int, ...] = ()  # KV heads that a plain config can state for all layers at once, ascending
     whole_attention: tuple[int, ...] = ()  # parameters of each layer outside its MLP where attention stays whole
-    around_params: int = (
-        0  # of `total_params`: those around the language model (models/wrapper.py), which no plan touches
-    )
+    # Of `total_params` those around the language model (models/wrapper.py), which no plan touches.
+    around_params: int = 0
     expert_width: tuple[int, ...] = ()  # m of each layer's experts, 0 of a plain MLP; () of a model without mixtures
     experts_per_token: int = 0  # which a router takes, and which a layer must keep
 
@@ -106,9 +104,9 @@ class Geometry:
     def query_widths(self) -> tuple[int, ...]:
         """Width of each layer's queries; of an attention that stays whole that of the hidden states, as a measure of it."""
         group = self.queries_per_kv * self.head_dim
-        return (
-            (self.hidden_size,) * self.num_layers if self.whole_attention else tuple(k * group for k in self.kv_heads)
-        )
+        if self.whole_attention:
+            return (self.hidden_size,) * self.num_layers
+        return tuple(k * group for k in self.kv_heads)
 
     @property
     def attention_params(self) -> tuple[int, ...]:

@@ -28,9 +28,8 @@ class GroupScores:
     attention: tuple[np.ndarray, ...]  # per layer, float64 [K]
     # Per layer, float64 [M], or [E] of experts; of sums that are not yet divided by costs [E, 1 + m], each with its channels.
     mlp: tuple[np.ndarray, ...]
-    expert_channels: tuple[
-        np.ndarray, ...
-    ] = ()  # per layer, float64 [E, m]; [0, 0] of a plain MLP; () where there are none
+    # Per layer, float64 [E, m]; [0, 0] of a plain MLP; () where there are none.
+    expert_channels: tuple[np.ndarray, ...] = ()
 
     @classmethod
     def of_layers(cls, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> GroupScores:

@@ -71,10 +71,8 @@ def target_params(
 ) -> int:
     """Return the budget of a ratio that somebody asks for: at least the smallest part that the shape lets one remove, such as an
     MLP channel. Raises Infeasible, too, where it is less."""
-    target, bounds = (
-        budget(geometry, pruning_ratio, shape, cap, whole_experts),
-        shapes.removal_bounds(geometry, shape),
-    )
+    target = budget(geometry, pruning_ratio, shape, cap, whole_experts)
+    bounds = shapes.removal_bounds(geometry, shape)
     if target < bounds.smallest:
         least = math.ceil(1e6 * bounds.smallest / geometry.total_params) / 1e6
         raise Infeasible(
