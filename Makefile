@@ -13,7 +13,7 @@
 #   make lint    formatting, lint, types
 #   make check   lint and make test
 #   make format  rewrite the code in the project's format
-#   make study   the study of SmolLM2-135M, hours (docs/gguf.md); STUDY="--data-dir DATA --limit 100" are its flags
+#   make study MODEL=smollm2 STUDY="--data-dir DATA"   the study of a real model, hours (docs/studies/real_models.md); STUDY: its flags
 #   make train   train the embedded models again (15 to 30 minutes on one core)
 
 PYTHON ?= python3
@@ -71,7 +71,7 @@ torture: $(READY)
 	$(BIN)/python scripts/torture $(TORTURE)
 
 study: $(READY)
-	$(BIN)/python scripts/study_smollm2.py $(STUDY)
+	$(BIN)/python scripts/study.py $(MODEL) $(STUDY)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -28,7 +28,7 @@ import questions_text
 import yaml
 from quality_table import markdown, rows_of
 from script_tools import script_parser
-from study_smollm2 import ROOT, as_recorded, command, folder, names_of
+from study import ROOT, as_recorded, command, folder, names_of
 
 from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError, did_you_mean

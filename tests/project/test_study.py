@@ -1,4 +1,5 @@
-"""scripts/study_smollm2.py: every command that it runs is one that tune_prune takes, and what it decides follows its results."""
+"""scripts/study.py: every command that it runs is one that tune_prune takes, what it decides follows its results, and what judges
+has not chosen."""
 
 from __future__ import annotations
 
@@ -9,87 +10,131 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import study_smollm2
+import study
 
 from tune_prune.analysis.input.items import GOLD
 from tune_prune.commands import search
 from tune_prune.commands.analysis import parser as analysis_parser
+from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import RESULTS
 from tune_prune.tuning import space as search_space
 
-GRID = [  # name, accuracy, log-probability of right choices
-    ("taylor-s256-n128", 0.46, -39.6),
-    ("taylor-s256-n512", 0.45, -39.2),
-    ("layerwise-s32-n256", 0.43, -37.3),
-    ("blockwise-s16-n128", 0.44, -45.0),
-]
-DRAWN = [("taylor-s256-n512", 0.45, -37.0), ("layerwise-s32-n256", 0.43, -37.5)]  # the draws turn them round
+# name, log-probability of right choices, KL
+GRID = [("taylor-s256-n128", -39.6, 0.9), ("taylor-s256-n512", -39.2, 1.0), ("layerwise-s32-n256", -37.3, 1.2)]
+RECOMMENDED = [("gate_fisher-s128-n512", -36.0, 0.5), ("taylor-s128-n512", -38.0, 0.7)]
+TRAINED = [("gate_fisher-s128-n512", -34.0, 0.4)]
 
 
-def rows(configurations: list[tuple[str, float, float]]) -> pd.DataFrame:
-    """Make rows as the findings of a search have them."""
-    found = []
-    for name, accuracy, gold in configurations:
+def rows(configurations: list[tuple[str, float, float]], **of_all: Any) -> SimpleNamespace:
+    """Make a model's rows as the findings of a search have them."""
+    made = []
+    for name, gold, kl in configurations:
         method, seq_len, num_samples = name.split("-")
-        levels = {"method": method, "seq_len": int(seq_len[1:]), "num_samples": int(num_samples[1:])}
         values = {name: row.default for name, row in HYPERPARAMETERS.items() if not row.required} | {"calibration": ""}
-        values |= levels
-        found.append(values | {"name": name, "acc_mean": accuracy, GOLD: gold})
-    return pd.DataFrame(found).astype({"seed": "Int64"})
+        values |= {"method": method, "seq_len": int(seq_len[1:]), "num_samples": int(num_samples[1:])} | of_all
+        suffix = "".join(f"-{value}" for value in of_all.values())
+        made.append(values | {"name": name + suffix, "acc_mean": 0.4, GOLD: gold, "kl_text": kl, "kl_tasks": kl})
+    return SimpleNamespace(eligible=pd.DataFrame(made).astype({"seed": "Int64"}), baseline={"acc_mean": 0.42})
 
 
-def commands_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> list[tuple[str, ...]]:
-    """Return the commands of a study whose searches find GRID and DRAWN."""
-    commands: list[tuple[str, ...]] = []
-
-    def load_results(folder: Path) -> SimpleNamespace:
-        eligible = rows(GRID if folder.name == "study-smollm2-grid" else DRAWN)
-        model = SimpleNamespace(eligible=eligible, baseline={"acc_mean": 0.42})
-        findings = SimpleNamespace(models={"smollm2": model}, study=SimpleNamespace(models={"smollm2": model}))
-        return SimpleNamespace(findings=findings)
-
-    def command(*words: str) -> None:
-        commands.append(words)
-        if words[0] == "analysis":
-            (tmp_path / "output").mkdir()
-        elif "--dry-run" not in words:
-            folder = tmp_path / words[-1]
-            folder.mkdir(exist_ok=True)
-            (folder / RESULTS).write_text(
-                "method,output_dir,host,acc_mean\ntaylor,/home/me/trials,box,0.46000000000000002\n"
-            )
-
-    monkeypatch.setattr(study_smollm2, "command", command)
-    monkeypatch.setattr(study_smollm2, "load_results", load_results)
-    argv = ["--storage-path", str(tmp_path), "--output", str(tmp_path / "output"), *flags]
-    study_smollm2.Study(*study_smollm2.parser().parse_known_args(argv)).run()
-    return commands
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "DATA"
+    for name in ("tasks/piqa/validation.jsonl", "text/wikitext2-raw.test.txt", "text/mine.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(f"{line}\n" for line in range(10)))
+    return folder
 
 
-def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--data-dir", "DATA", "--limit", "100", "--perplexity-tokens", "16384", "--inline"]
-    *searches, analysis = commands_of(monkeypatch, tmp_path, *flags)
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> Any:
+    """A function (*flags) -> the commands of a study whose searches find GRID, RECOMMENDED and TRAINED."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags: str) -> list[tuple[str, ...]]:
+        ran: list[tuple[str, ...]] = []
+
+        def load_results(folder: Path) -> SimpleNamespace:
+            if folder.name.endswith("-grid"):
+                models = {"smollm2": rows(GRID)}
+            else:
+                recipe = {"compensation": "least_squares"}
+                trained = rows(TRAINED, **recipe, recovery="lora")
+                models = {"smollm2": rows(RECOMMENDED, **recipe), "smollm2 trained": trained}
+            study_of = SimpleNamespace(models=dict(list(models.items())[:1]))
+            return SimpleNamespace(findings=SimpleNamespace(models=models, study=study_of))
+
+        def command(*words: str) -> None:
+            ran.append(words)
+            if words[0] == "analysis":
+                Path(words[-1]).mkdir(parents=True)
+            elif "--dry-run" not in words:
+                folder = tmp_path / "ray_results" / words[-1]
+                folder.mkdir(exist_ok=True)
+                (folder / RESULTS).write_text(
+                    "method,output_dir,host,acc_mean\ntaylor,/home/me/trials,box,0.46000000000000002\n"
+                )
+
+        monkeypatch.setattr(study, "command", command)
+        monkeypatch.setattr(study, "load_results", load_results)
+        monkeypatch.setattr(study, "rows_of", lambda folders, reference: [{"reference": reference}])
+        monkeypatch.setattr(study, "markdown", str)
+        (tmp_path / "ray_results").mkdir()
+        argv = ["smollm2", "--data-dir", str(data), "--limit", "3", *flags]
+        study.Study(*study.parser().parse_known_args(argv)).run()
+        return ran
+
+    return run
+
+
+def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) -> None:
+    *searches, analysis = commands("--inline", "--judge", "blockwise-s16-n128")
     asked = [search.parser().parse_args(words[1:]) for words in searches]
-    steps = ["grid", "contenders", "contenders", "contenders", "control", "ratios"]
-    assert [args.name.removeprefix("study-smollm2-") for args in asked] == steps
+    assert [args.name.removeprefix("study-smollm2-") for args in asked] == [
+        *("grid", "recommended"), *["judged"] * 7, *["ratios"] * 2,
+    ]  # fmt: skip
     for args in asked:
-        assert (args.limit, args.perplexity_tokens, args.inline, args.data_dir) == (100, 16384, True, "DATA")
+        assert (args.limit, args.perplexity_tokens, args.inline, args.shape) == (3, 16384, True, "free")
         assert args.draws is None and args.seeds is None
-    spaces: list[dict[str, Any]] = [search_space.load(args.search_space).values for args in asked]
-    assert len(spaces[0]["method"]) * len(spaces[0]["seq_len"]) * len(spaces[0]["num_samples"]) == 45
-    best = {"blockwise": (16, 128), "layerwise": (32, 256), "taylor": (256, 512)}  # of each method by log-probability
-    for space, (method, levels) in zip(spaces[1:4], best.items(), strict=True):
-        assert (space["method"], space["seq_len"] + space["num_samples"]) == ((method,), levels)
-    assert spaces[4]["method"] == ("random",)
-    assert all(space["seed"] == (0, 1, 2) for space in spaces[1:])
-    assert all(space["pruning_ratio"] == (0.2,) for space in spaces[:5])
-    assert (spaces[5]["method"], spaces[5]["seq_len"], spaces[5]["num_samples"]) == (("taylor",), (256,), (512,))
-    assert spaces[5]["pruning_ratio"] == (0.1, 0.2, 0.3)
+    chosen, judged = asked[:2], asked[2:]
+    assert {args.data_dir for args in chosen} == {str(data)}
+    assert (chosen[1].recover, chosen[1].objective) == (2, "kl")
+    spaces: list[dict[str, Any]] = [search_space.load(args.search_space).values for args in judged]
+    assert all(space["seed"] == (1, 2, 3) for space in spaces)
+    assert [(*space["method"], *space["seq_len"], *space["num_samples"]) for space in spaces] == [
+        ("layerwise", 32, 256), ("taylor", 256, 512), ("taylor", 256, 128),  # of each method by right answers and by KL
+        ("gate_fisher", 128, 512), ("gate_fisher", 128, 512),
+        ("blockwise", 16, 128), ("random", 16, 128),
+        ("taylor", 256, 128), ("gate_fisher", 128, 512),
+    ]  # fmt: skip
+    assert [space["recovery"] for space in spaces[3:5]] == [("none",), ("lora",)]
+    assert [space["pruning_ratio"] for space in spaces] == [(0.2,)] * 7 + [(0.1, 0.3)] * 2
     args = analysis_parser().parse_args(analysis[1:])
-    assert [Path(folder).name for folder in args.folders] == [f"study-smollm2-{step}" for step in study_smollm2.STEPS]
-    assert args.rule == "gold_logprob"
-    for step in study_smollm2.STEPS:  # as the search has written it, but for where it ran
-        text = (tmp_path / "output" / f"{step}.csv").read_text()
-        assert text == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
-    assert json.loads((tmp_path / "output" / "dense.json").read_text()) == {"acc_mean": 0.42}
+    assert [Path(folder).name for folder in args.folders] == ["study-smollm2-judged", "study-smollm2-ratios"]
+    output = tmp_path / "results" / "smollm2"
+    for step in study.STEPS:  # as the search has written it, but for where it ran
+        assert (output / f"{step}.csv").read_text() == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
+    assert json.loads((output / "dense.json").read_text()) == {"acc_mean": 0.42}
+    assert json.loads((output / "regained_kl.json").read_text()) == [{"reference": "taylor-s256-n128"}]
+    assert json.loads((output / "regained_gold_logprob.json").read_text()) == [{"reference": "layerwise-s32-n256"}]
+
+
+def test_what_judges_has_not_chosen(commands: Any, data: Path) -> None:
+    searches = [search.parser().parse_args(words[1:]) for words in commands() if words[0] == "search"]
+    (judging,) = {Path(args.data_dir) for args in searches[2:]}
+    read = {str(path.relative_to(judging)): path.read_text().split() for path in judging.rglob("*.*")}
+    assert read == {
+        "tasks/piqa/validation.jsonl": list("3456789"),
+        "text/wikitext2-raw.test.txt": list("56789"),
+        "text/mine.txt": list("0123456789"),
+    }
+
+
+def test_the_plan_alone(commands: Any) -> None:
+    assert [words[-1] for words in commands("--dry-run")] == ["study-smollm2-grid", "study-smollm2-recommended"]
+
+
+def test_a_configuration_of_no_space_is_refused(commands: Any) -> None:
+    with pytest.raises(UserError, match=r"--judge taylor-s1-n1: neither paper_grid nor recommended has it"):
+        commands("--judge", "taylor-s1-n1")

@@ -1,0 +1,212 @@
+"""The study of a real model: what of the published grid is best on it, and what recommended.yaml gives beside that.
+
+    python scripts/study.py smollm2 --data-dir DATA             hours on two cores
+    python scripts/study.py qwen2.5-coder-1.5b --data-dir DATA --dtype bfloat16 --inline
+    python scripts/study.py smollm2 --data-dir DATA --dry-run       the plan of its first step, and what it will cost
+
+Each step is a command of tune_prune, printed before it runs, so that any of them can be run by hand or on another machine that
+shares --storage-path. The same command again goes on where it was interrupted: finished trials are never run again, and what
+other experiments of --storage-path have computed is taken from there.
+
+Chosen on the first --limit items of each task, the first --perplexity-tokens of the text, and draw 0 of calibration samples:
+1 grid         the 45 configurations of paper_grid at 20%
+2 recommended  those of recommended.yaml, and the two nearest to the dense model trained
+Judged on the next --limit items, the second half of the text, and draws 1, 2 and 3:
+3 judged       the best of each method of the grid, and the best of recommended.yaml without and with training, by right answers and
+               by KL; random removal; --judge, what other models chose
+4 ratios       the best of the grid and of recommended.yaml by KL at 10% and 30%
+5 analysis     of what was judged: report.html, figures, tables, a CSV of each step and what is regained, to --output
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from quality_table import markdown, rows_of
+from script_tools import script_parser
+
+from tune_prune import load_results
+from tune_prune.analysis.statistics.rules import NEEDS, RULES
+from tune_prune.core.ending import exit_code
+from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.store import RESULTS
+from tune_prune.data.perplexity_text import TEXT_FILE
+from tune_prune.tuning import space as search_space
+
+ROOT = Path(__file__).resolve().parents[1]
+JUDGES = [1, 2, 3]  # seeds of calibration samples of which none has chosen
+RATIOS = [0.1, 0.3]
+STEPS = ("grid", "recommended", "judged", "ratios")
+RULES_OF_CHOICE = ("gold_logprob", "kl")
+OF_MACHINE = ("output_dir", "host")  # columns that say where a trial was run: left empty in what is published
+
+
+class Study:
+    """The steps of one study; `args` as `parser` reads them, `more`: further flags of every search."""
+
+    def __init__(self, args: argparse.Namespace, more: list[str]) -> None:
+        self.args = args
+        self.results = Path(args.storage_path).absolute()
+        self.flags = ["--model", args.model, "--storage-path", str(self.results), *more, *as_recorded(more)]
+        self.flags += ["--limit", str(args.limit), "--perplexity-tokens", str(args.perplexity_tokens)]
+        if "--shape" not in more:
+            self.flags += ["--shape", "free"]
+
+    def folder(self, step: str) -> Path:
+        return self.results / f"study-{self.args.model}-{step}"
+
+    def run(self) -> None:
+        """Run all steps. Raises UserError for configurations to judge that no search of the study has, before anything runs."""
+        configs = [config for name in ("paper_grid", "recommended") for config in search_space.load(name).configs()]
+        known = {config.name: pd.Series(vars(config) | {"name": config.name}) for config in configs}
+        if unknown := [name for name in self.args.judge if name not in known]:
+            raise UserError(
+                f"--judge {unknown[0]}: neither paper_grid nor recommended has it; {did_you_mean(unknown[0], list(known))}"
+            )
+        self.search("grid", "paper_grid")
+        self.search("recommended", "recommended", "--recover", "2", "--objective", "kl")
+        if "--dry-run" in self.flags:
+            return
+        grid, recommended = self.measured("grid"), self.measured("recommended")
+        trained = recommended["recovery"] != "none"
+        groups = [*(rows for _, rows in grid.groupby("method")), recommended[~trained], recommended[trained]]
+        chosen = [self.best(rows, rule) for rows in groups for rule in RULES_OF_CHOICE]
+        chosen += [known[name] for name in self.args.judge] + [pd.Series({"name": "random", "method": "random"})]
+        for name, row in {row["name"]: row for row in chosen}.items():
+            self.judge("judged", name, row, {})
+        for rows in (grid, recommended[~trained]):
+            row = self.best(rows, "kl")
+            self.judge("ratios", row["name"], row, {"pruning_ratio": RATIOS})
+        self.analyse()
+
+    def search(self, step: str, space: str | Path, *more: str, data: Path | None = None) -> None:
+        flags = ["--data-dir", str(data or self.args.data_dir), "--search-space", str(space), *more]
+        command("search", *self.flags, *flags, "--name", self.folder(step).name)
+
+    def judge(self, step: str, name: str, row: pd.Series, values: dict[str, Any]) -> None:
+        """Measure one configuration on the items, the text and the draws that judge."""
+        path = self.results / f"study-{self.args.model}-{step}-{name}.yaml"
+        usual = {"search": "grid", "seq_len": 16, "num_samples": 128}  # of the grid, for a method that reads none
+        listed = usual | values_of(row) | {"seed": JUDGES} | values
+        atomic_write_text(path, yaml.safe_dump(listed, sort_keys=False))
+        self.search(step, path, data=judging_data(Path(self.args.data_dir), self.results, self.args.limit))
+
+    def measured(self, step: str) -> pd.DataFrame:
+        """Return the configurations of a step, trained ones among them. Raises UserError where none has a complete trial."""
+        rows = [model.eligible for model in load_results(self.folder(step)).findings.models.values()]
+        if not rows or all(part.empty for part in rows):
+            raise UserError(f"the model has no complete trial in {self.folder(step)}; look into its ledger")
+        return pd.concat(rows, ignore_index=True)
+
+    @staticmethod
+    def best(rows: pd.DataFrame, rule: str) -> pd.Series:
+        """Return the best of these. Raises UserError where what the rule needs was not measured."""
+        if not (names := RULES[rule](rows)):
+            raise UserError(f"the study chooses by {NEEDS[rule]}, which no trial has; look into the ledger")
+        return rows[rows["name"] == names[0]].iloc[0]
+
+    def analyse(self) -> None:
+        output = Path(self.args.output or f"results/{self.args.model}")
+        folders = [str(self.folder(step)) for step in ("judged", "ratios")]
+        command("analysis", *folders, "--rule", "kl", "--output", str(output))
+        for step in STEPS:
+            published = pd.read_csv(self.folder(step) / RESULTS, dtype=str, keep_default_na=False)
+            published[list(OF_MACHINE)] = ""
+            atomic_write_text(output / f"{step}.csv", published.to_csv(index=False, lineterminator="\n"))
+        grid = self.measured("grid")
+        for rule in RULES_OF_CHOICE:
+            rows = rows_of([str(self.folder("judged"))], self.best(grid, rule)["name"])
+            atomic_write_text(output / f"regained_{rule}.json", to_json(rows))
+            print(f"\nbeside the best of the grid by {rule}:\n\n{markdown(rows)}")
+        (model,) = load_results(self.folder("grid")).findings.study.models.values()
+        atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
+
+
+def judging_data(data: Path, results: Path, limit: int) -> Path:
+    """Write what judges: of `data` each task without its first `limit` items, the second half of the lines of the perplexity text,
+    and the other texts as they are. Returns the folder, in `results`."""
+    folder = results / "study-judging"
+    for source in sorted(path for path in data.rglob("*") if path.is_file()):
+        name = source.relative_to(data)
+        if name.parts[0] not in ("tasks", "text"):
+            continue
+        lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
+        skipped = limit if name.parts[0] == "tasks" else len(lines) // 2 * (name == TEXT_FILE)
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(target, "".join(lines[skipped:]))
+    return folder
+
+
+def values_of(row: pd.Series) -> dict[str, Any]:
+    """Return a configuration as a search space says it, without its draw and its ratio."""
+    values = {}
+    for name, parameter in HYPERPARAMETERS.items():
+        value = row.get(name)
+        usual = name in ("seed", "pruning_ratio") or pd.isna(value) or value in ("", parameter.default)
+        if not usual:
+            values[name] = value.item() if hasattr(value, "item") else value
+    return values
+
+
+def as_recorded(more: list[str]) -> list[str]:
+    """Return the data type that the records of docs/studies were made in, unless the further flags name one."""
+    return [] if any(word.startswith("--dtype") for word in more) else ["--dtype", "float32"]
+
+
+def command(name: str, *flags: str) -> None:
+    """Run a command of tune_prune to its end. Exits with its code where that is not 0."""
+    words = ["-m", f"tune_prune.{name}", *flags]
+    print(f"\n$ python {shlex.join(words)}", flush=True)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    code = subprocess.run([sys.executable, *words], env=os.environ | {"PYTHONPATH": path}, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def folder(text: str) -> str:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no folder, in which the study keeps files of its own; write a path"
+        )
+    return text
+
+
+def names_of(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parser() -> argparse.ArgumentParser:
+    more = "Further flags go to every search: --inline, --dtype bfloat16, --address auto, --dry-run, --gpus-per-trial 0.5, ..."
+    p = script_parser(__doc__, allow_abbrev=False, epilog=more)
+    p.add_argument("model", metavar="MODEL", help="an alias, e.g. smollm2, gemma3-270m, qwen2.5-coder-1.5b")
+    p.add_argument("--data-dir", required=True, type=folder, metavar="DIR", help="task and text files (docs/data.md)")
+    p.add_argument("--limit", type=int, default=100, metavar="N", help="items of each task (default: %(default)s)")
+    p.add_argument(
+        "--perplexity-tokens", type=int, default=16384, metavar="N", help="of each text (default: %(default)s)"
+    )
+    p.add_argument(
+        "--judge", type=names_of, default=[], metavar="A,B",
+        help="configurations that are judged, too, e.g. those that other models chose: taylor-s256-n128",
+    )  # fmt: skip
+    p.add_argument("--storage-path", type=folder, default="ray_results", metavar="DIR", help="default: %(default)s")
+    p.add_argument("--output", metavar="DIR", help="default: results/MODEL")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(lambda: Study(*parser().parse_known_args(argv)).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
