@@ -9,12 +9,12 @@ shares --storage-path. The same command again goes on where it was interrupted: 
 other experiments of --storage-path have computed is taken from there.
 
 Chosen on the first --limit items of each task, the first --perplexity-tokens of the text, and draw 0 of calibration samples:
-1 grid         the 45 configurations of paper_grid at 20%
+1 grid         the 45 configurations of paper_grid
 2 recommended  those of recommended.yaml, and the two nearest to the dense model trained
 Judged on the next --limit items, the second half of the text, and draws 1, 2 and 3:
 3 judged       the best of each method of the grid, and the best of recommended.yaml without and with training, by right answers and
                by KL; random removal; --judge, what other models chose
-4 ratios       the best of the grid and of recommended.yaml by KL at 10% and 30%
+4 ratios       the best of the grid and of recommended.yaml by KL with half as much removed, and half as much again
 5 analysis     of what was judged: report.html, figures, tables, a CSV of each step and what is regained, to --output
 """
 
@@ -45,7 +45,7 @@ from tune_prune.tuning import space as search_space
 
 ROOT = Path(__file__).resolve().parents[1]
 JUDGES = [1, 2, 3]  # seeds of calibration samples of which none has chosen
-RATIOS = [0.1, 0.3]
+RATIOS = (0.5, 1.5)  # times the ratio
 STEPS = ("grid", "recommended", "judged", "ratios")
 RULES_OF_CHOICE = ("gold_logprob", "kl")
 OF_MACHINE = ("output_dir", "host")  # columns that say where a trial was run: left empty in what is published
@@ -73,8 +73,9 @@ class Study:
             raise UserError(
                 f"--judge {unknown[0]}: neither paper_grid nor recommended has it; {did_you_mean(unknown[0], list(known))}"
             )
-        self.search("grid", "paper_grid")
-        self.search("recommended", "recommended", "--recover", "2", "--objective", "kl")
+        ratio = self.args.pruning_ratio
+        self.search("grid", "paper_grid", "--pruning-ratio", str(ratio))
+        self.search("recommended", "recommended", "--pruning-ratio", str(ratio), "--recover", "2", "--objective", "kl")
         if "--dry-run" in self.flags:
             return
         grid, recommended = self.measured("grid"), self.measured("recommended")
@@ -83,21 +84,21 @@ class Study:
         chosen = [self.best(rows, rule) for rows in groups for rule in RULES_OF_CHOICE]
         chosen += [known[name] for name in self.args.judge] + [pd.Series({"name": "random", "method": "random"})]
         for name, row in {row["name"]: row for row in chosen}.items():
-            self.judge("judged", name, row, {})
+            self.judge("judged", name, row, [ratio])
         for rows in (grid, recommended[~trained]):
             row = self.best(rows, "kl")
-            self.judge("ratios", row["name"], row, {"pruning_ratio": RATIOS})
+            self.judge("ratios", row["name"], row, [round(ratio * times, 4) for times in RATIOS])
         self.analyse()
 
     def search(self, step: str, space: str | Path, *more: str, data: Path | None = None) -> None:
         flags = ["--data-dir", str(data or self.args.data_dir), "--search-space", str(space), *more]
         command("search", *self.flags, *flags, "--name", self.folder(step).name)
 
-    def judge(self, step: str, name: str, row: pd.Series, values: dict[str, Any]) -> None:
+    def judge(self, step: str, name: str, row: pd.Series, ratios: list[float]) -> None:
         """Measure one configuration on the items, the text and the draws that judge."""
         path = self.results / f"study-{self.args.model}-{step}-{name}.yaml"
         usual = {"search": "grid", "seq_len": 16, "num_samples": 128}  # of the grid, for a method that reads none
-        listed = usual | values_of(row) | {"seed": JUDGES} | values
+        listed = usual | values_of(row) | {"seed": JUDGES, "pruning_ratio": ratios}
         atomic_write_text(path, yaml.safe_dump(listed, sort_keys=False))
         self.search(step, path, data=judging_data(Path(self.args.data_dir), self.results, self.args.limit))
 
@@ -191,6 +192,7 @@ def parser() -> argparse.ArgumentParser:
     p = script_parser(__doc__, allow_abbrev=False, epilog=more)
     p.add_argument("model", metavar="MODEL", help="an alias, e.g. smollm2, gemma3-270m, qwen2.5-coder-1.5b")
     p.add_argument("--data-dir", required=True, type=folder, metavar="DIR", help="task and text files (docs/data.md)")
+    p.add_argument("--pruning-ratio", type=float, default=0.2, metavar="R", help="default: %(default)s")
     p.add_argument("--limit", type=int, default=100, metavar="N", help="items of each task (default: %(default)s)")
     p.add_argument(
         "--perplexity-tokens", type=int, default=16384, metavar="N", help="of each text (default: %(default)s)"

@@ -89,7 +89,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> Any
 
 
 def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) -> None:
-    *searches, analysis = commands("--inline", "--judge", "blockwise-s16-n128")
+    *searches, analysis = commands("--inline", "--pruning-ratio", "0.1", "--judge", "blockwise-s16-n128")
     asked = [search.parser().parse_args(words[1:]) for words in searches]
     assert [args.name.removeprefix("study-smollm2-") for args in asked] == [
         *("grid", "recommended"), *["judged"] * 7, *["ratios"] * 2,
@@ -99,6 +99,7 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
         assert args.draws is None and args.seeds is None
     chosen, judged = asked[:2], asked[2:]
     assert {args.data_dir for args in chosen} == {str(data)}
+    assert {args.pruning_ratio for args in chosen} == {0.1}
     assert (chosen[1].recover, chosen[1].objective) == (2, "kl")
     spaces: list[dict[str, Any]] = [search_space.load(args.search_space).values for args in judged]
     assert all(space["seed"] == (1, 2, 3) for space in spaces)
@@ -109,7 +110,7 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
         ("taylor", 256, 128), ("gate_fisher", 128, 512),
     ]  # fmt: skip
     assert [space["recovery"] for space in spaces[3:5]] == [("none",), ("lora",)]
-    assert [space["pruning_ratio"] for space in spaces] == [(0.2,)] * 7 + [(0.1, 0.3)] * 2
+    assert [space["pruning_ratio"] for space in spaces] == [(0.1,)] * 7 + [(0.05, 0.15)] * 2
     args = analysis_parser().parse_args(analysis[1:])
     assert [Path(folder).name for folder in args.folders] == ["study-smollm2-judged", "study-smollm2-ratios"]
     output = tmp_path / "results" / "smollm2"
