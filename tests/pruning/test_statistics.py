@@ -15,8 +15,10 @@ from tests.residencies import FEW, WAYS, in_way
 from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import Dense, load_method, method_names
 from tune_prune.pruning.passes import batches
+from tune_prune.pruning.selection import further
 from tune_prune.pruning.statistics import Need, by_statistic, load_statistic, statistic_names
 
 SEQ_LEN = 9
@@ -186,6 +188,36 @@ def test_flap_is_the_formula(tiny, variant):
         ]  # two query heads of 6
         assert scores.attention[index].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert scores.mlp[index].tolist() == pytest.approx(z["down"], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5])
+def test_flap_keeps_what_its_published_code_keeps(tiny, ratio):
+    """AL-AM of FLAP's lib/prune.py: one threshold for the z of all layers, next to where the parts above it, in channels, are the
+    share that stays. The first layer's best group is above it here."""
+    model, samples = tiny("llama"), windows(3)
+    geometry = read_geometry(model, FAMILIES["llama"])
+    metrics = [
+        torch.stack(
+            [
+                (torch.from_numpy(x).var(0) * FAMILIES["llama"].linears(layer)[role].weight.double().square().sum(0))
+                ** power
+                for x, layer in zip(inputs_by_loop(model, role, samples), model.model.layers, strict=True)
+            ]
+        )
+        for role, power in (("output", 2), ("down", 1))
+    ]
+    attention, channels = ((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True) for x in metrics)
+    heads = attention.reshape(len(attention), geometry.kv_heads[0], -1).mean(2)
+    found, order = torch.cat([heads.flatten(), channels.flatten()]).sort(descending=True)
+    weight = torch.where(order < heads.numel(), geometry.group_cost[0] / geometry.channel_cost[0], 1.0)
+    threshold = found[(weight.cumsum(0) - weight.sum() * (1 - ratio)).abs().argmin()]
+    masks = heads > threshold, channels > threshold
+    removed = int((~masks[0]).sum()) * geometry.group_cost[0] + int((~masks[1]).sum()) * geometry.channel_cost[0]
+    scores = scores_of("flap", model, samples)
+    plan = further(PruningPlan.keep_all(geometry), scores, geometry, removed, "free")
+    assert plan.removed_params == removed
+    for kept, mask in zip((plan.kept_groups, plan.kept_channels), masks, strict=True):
+        assert [list(one) for one in kept] == [one.nonzero().flatten().tolist() for one in mask]
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,11 +1,12 @@
-"""Fluctuation of the inputs of o and of down times their weights, standardised in every layer (FLAP, arXiv:2312.11983).
+"""FLAP's score alone (arXiv:2312.11983): fluctuation of the inputs of o and of down times their weights, by layer standardised.
 
     metric_j = Var(x_j) * sum_i W_ij^2  of down's inputs, and its square of o's
     z_j      = (metric_j - mean) / standard deviation,   over the inputs of that projection in that layer
     score    = z of a channel; of a KV group the mean z over its columns of o
 
 The WIFV metric with the adaptive structure AL-AM, squared for attention as in the authors' code: the scores of all layers are
-compared with each other, whatever a group costs. FLAP then adds a bias for what was removed; here nothing is added.
+compared with each other, whatever a group costs. FLAP then puts a bias, the mean of what was removed, in its place: here
+`compensation: least_squares` does more, and needs no biases that a family does not have.
 The only KV group of a layer scores 0: its mean is that of all inputs of o. A block whose metric is 0 everywhere adds nothing
 that varies: its z would be 0 / 0, and all of it goes before anything else, as the metric itself has it.
 """
