@@ -61,6 +61,22 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.3,
 }
 
+GRANITE4: dict[str, Any] = {
+    **GRANITE,
+    "num_local_experts": 0,
+    "intermediate_size": 24,  # of experts, which there are none
+    "shared_intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 4,
+    "mamba_conv_bias": False,
+    "mamba_proj_bias": True,
+    "attention_bias": True,
+}
+
 PARTIAL_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.7}
 GEMMA3: dict[str, Any] = {  # of both kinds of layers, with windows that are shorter than the texts
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
@@ -221,6 +237,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_in_multiplier": 1.1,
             "ssm_out_multiplier": 0.9,
         },
+    ),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE4),
+    "granitemoehybrid-rotary-tied": (
+        "granitemoehybrid",
+        {**GRANITE4, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
 }
 # Those that differ from others in nothing that statistics and compensation see: only slow tests of these walk them.

@@ -61,7 +61,8 @@ def test_a_search_ends_and_its_best_is_saved_loaded_and_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
-    fields = VARIANTS[family][1] | SIZES | ({"intermediate_size": 288} if family == "lfm2" else {})
+    own = {"lfm2": {"intermediate_size": 288}, "granitemoehybrid": {"shared_intermediate_size": 192}}
+    fields = VARIANTS[family][1] | SIZES | own.get(family, {})
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **fields)
     dense = AutoModelForCausalLM.from_config(config)

@@ -136,7 +136,7 @@ def test_a_gemma_gets_a_bos_token_as_by_lm_evals_add_bos_token(tmp_path, tiny, b
         np.testing.assert_allclose(scores[key], of_choices, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("variant", ["qwen3_5_text", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("variant", ["qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid"])
 def test_layers_that_carry_a_state_score_as_in_lm_eval(tmp_path, tiny, variant):
     """Choices of one item are rows of their own there, padded behind their tokens."""
     tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))

@@ -47,7 +47,8 @@ def from_config(model_type: str, **fields: object) -> nn.Module:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_row_describes_a_real_model_of_its_type(model_type):
-    model = from_config(model_type, **TINY, **HEADS, head_dim=4, pad_token_id=0)
+    without_experts = {"num_local_experts": 0, "mamba_n_heads": 4} if model_type == "granitemoehybrid" else {}
+    model = from_config(model_type, **TINY, **HEADS, head_dim=4, pad_token_id=0, **without_experts)
     family = family_of(model_type)
     fused.take_apart(model, family)
     assert family is FAMILIES[model_type] and model.config.model_type == model_type
@@ -195,6 +196,13 @@ def test_what_does_not_run_on_torchs_attention_is_refused_though_its_layers_fit(
     text = refused("gemma2")
     assert "model type 'gemma2' is not supported: its attention does not run on torch's kernel (sdpa)" in text
     assert "choose a model of a supported family: llama, " in text
+
+
+def test_experts_beside_the_mlp_are_refused():
+    """Of Granite 4.0 H Tiny the shared MLPs are 3% of the model."""
+    text = refused("granitemoehybrid", num_local_experts=4)
+    assert "layer 0 of this granitemoehybrid model has experts beside the MLP that can be pruned" in text
+    assert text.endswith("; choose a model of the family without (num_local_experts 0 in config.json)")
 
 
 @pytest.mark.parametrize("variant", [*filter(attends, VARIANTS)])

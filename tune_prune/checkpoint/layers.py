@@ -135,20 +135,20 @@ def is_uniform(sizes: Sequence[LayerWidths], stock_kv_heads: Sequence[int]) -> b
     return len(set(sizes)) == 1 and bool(sizes[0].channels) and sizes[0].kv_heads in stock_kv_heads
 
 
-def stock_config(config: PretrainedConfig, size: LayerWidths, head_dim: int) -> PretrainedConfig:
+def stock_config(config: PretrainedConfig, family: Family, size: LayerWidths, head_dim: int) -> PretrainedConfig:
     """Return a config of the dense family in which every layer has that size."""
-    fields = _plain(config) | _fields(size)
+    fields = _plain(config) | _fields(family, size)
     if size.kv_heads:
         fields["head_dim"] = head_dim
     return type(config).from_dict(fields)
 
 
-def _fields(size: LayerWidths) -> dict[str, Any]:
+def _fields(family: Family, size: LayerWidths) -> dict[str, Any]:
     """Return the fields of a config that state the sizes of a layer, of the blocks that it has and that may be cut."""
     attention = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads} if size.kv_heads else {}
     if size.expert_width:
         return attention | {"num_local_experts": size.channels, "moe_intermediate_size": size.expert_width}
-    return attention | ({"intermediate_size": size.channels} if size.channels else {})
+    return attention | ({family.width: size.channels} if size.channels else {})
 
 
 def pruned_config(
@@ -159,7 +159,7 @@ def pruned_config(
     per_layer: dict[str, dict[str, Any]] = {}
     for index, size in enumerate(sizes):
         skip = size.skip(family.prunes)
-        per_layer[str(index)] = ({"skip": skip} if skip else {}) | _fields(size)
+        per_layer[str(index)] = ({"skip": skip} if skip else {}) | _fields(family, size)
     fields = _plain(config) | {
         "per_layer_config": per_layer,
         "auto_map": auto_map(config.model_type),
@@ -174,7 +174,8 @@ def pruned_config(
         fields["logit_scale"] = multiplier
     if "attention" in family.prunes:
         fields["head_dim"] = head_dim
-    kv_heads, usual = config.num_key_value_heads, {0, config.intermediate_size, getattr(config, "num_experts", 0)}
+    kv_heads, width = config.num_key_value_heads, getattr(config, family.width)
+    usual = {0, width, getattr(config, "num_experts", 0)}
     if all(size.kv_heads in (0, kv_heads) and size.channels in usual for size in sizes):
         # Whole blocks are gone and nothing else. The family's own class, forced on the checkpoint, raises where a tensor does
         # not fit, but fills one that it misses with random numbers: so nothing may fit the sizes that it reads.
@@ -182,7 +183,7 @@ def pruned_config(
         fields |= (
             {"num_attention_heads": (kv_heads + 1) * per_kv, "num_key_value_heads": kv_heads + 1}
             if "attention" in family.prunes
-            else {"intermediate_size": config.intermediate_size + 1}
+            else {family.width: width + 1}
         )
     return cast(Any, pruned_class(config.model_type).config_class).from_dict(fields)
 
@@ -222,11 +223,11 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
         for size in widths(pruned.model, family)
     ]
     if is_uniform(sizes, geometry.uniform_kv_heads):
-        config = stock_config(config, sizes[0], geometry.head_dim)
+        config = stock_config(config, family, sizes[0], geometry.head_dim)
     elif any(size.expert_width for size in sizes) and fmt != "hf":
         raise _experts_of_zeros(fmt)
     elif fmt == "hf-padded":
-        config = stock_config(config, _widest(sizes, geometry), geometry.head_dim)
+        config = stock_config(config, family, _widest(sizes, geometry), geometry.head_dim)
     else:
         config = pruned_config(config, family, sizes, geometry.head_dim)
         model_class = pruned_class(family.model_type)

@@ -233,10 +233,13 @@ def _add_older_names(path: Path) -> None:
     changes = {"torch_dtype": values["dtype"], **_older_rope(values)}
     if "text_config" in values:
         changes["text_config"] = values["text_config"] | _older_rope(values["text_config"])
-    if "num_local_experts" in values:
+    if "qwen3_moe" in values["model_type"]:
         changes["num_experts"] = values["num_local_experts"]
     if values["model_type"] == "lfm2":
         changes["block_ff_dim"] = values["intermediate_size"]
+    if "granitemoehybrid" in values["model_type"]:
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        changes["layer_types"] = [older[kind] for kind in values["layer_types"]]
     _change_json(path, changes)
 
 

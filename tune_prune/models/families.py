@@ -98,6 +98,7 @@ class Family:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    width: str = "intermediate_size"  # the config's field for channels of the MLP
     # Norms over head_dim inside attention: shared by all heads, removed with the last one.
     head_norms: tuple[str, ...] = ()
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -253,6 +254,17 @@ FAMILIES = {
             recurrent=True,
             returns_tuple=True,
         ),
+        # Most layers are Mamba; of a model with routed experts most weights are in those, and it is refused.
+        Family(
+            "granitemoehybrid",
+            prunes=("mlp",),
+            mlp="shared_mlp",
+            gate="input_linear.gate_proj",
+            up="input_linear.up_proj",
+            down="output_linear",
+            width="shared_intermediate_size",
+            recurrent=True,
+        ),
         Family("qwen3_moe", head_norms=("q_norm", "k_norm"), experts="experts", router="gate"),
     )
 }
@@ -323,6 +335,11 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         where = f"layer {index} of this {family.model_type} model"
         named = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
         if "attention" not in family.prunes:  # what else there is stays as it is
+            if any(name.endswith(".experts") for name, _ in layer.named_modules()):
+                raise UserError(
+                    f"{where} has experts beside the MLP that can be pruned, and most of its weights are in them; choose a model "
+                    "of the family without (num_local_experts 0 in config.json)"
+                )
             named = {name for name in named if name.startswith(f"{family.mlp}.")}
         unknown = named - expected
         if unknown:

@@ -302,6 +302,10 @@ REACHED = 0.4
 ROW = 128  # tokens of the rows by which a rate is measured
 CALL_S = 0.025  # batches grow until one takes so long; a GPU's are as large as those of an evaluation at once
 BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of the layers that are built for it
+HALVED = (  # of a model too large to be built
+    "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "moe_intermediate_size",
+    "shared_intermediate_size", "mamba_n_heads", "mamba_d_ssm",
+)  # fmt: skip
 MEASURED_VOCABULARY = 32_768  # of a larger one this much
 
 
@@ -386,11 +390,9 @@ def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.de
 
     while layer_bytes() > room and config.num_key_value_heads % 2 == 0:
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        sizes = ["num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"]
-        if hasattr(config, "moe_intermediate_size"):
-            sizes.append("moe_intermediate_size")
-        for name in sizes:
-            setattr(config, name, getattr(config, name) // 2)
+        for name in HALVED:
+            if getattr(config, name, None):
+                setattr(config, name, getattr(config, name) // 2)
     config.num_hidden_layers = min(config.num_hidden_layers, max(1, room // layer_bytes()))
     for name in LAYER_LISTS:
         if len(values := getattr(config, name, None) or ()) > config.num_hidden_layers:

@@ -1,8 +1,8 @@
 """Configs of models that tune_prune has made smaller: the family's own, with sizes that differ from layer to layer.
 
 `per_layer_config` says what a layer has instead of the sizes at the top level, which stay those of the dense model:
-num_attention_heads, num_key_value_heads, intermediate_size (or num_local_experts and moe_intermediate_size), and `skip`, a list of
-the blocks that it has lost ("attention", "mlp").
+num_attention_heads, num_key_value_heads, intermediate_size (or shared_intermediate_size; or num_local_experts and
+moe_intermediate_size), and `skip`, a list of the blocks that it has lost ("attention", "mlp").
 
 This file and modeling_tune_prune.py lie in every such checkpoint, and need transformers (5.10 or later) only.
 """
@@ -44,6 +44,7 @@ STEMS = {
     "qwen3_5_text": "Qwen3_5Text",
     "lfm2": "Lfm2",
     "falcon_h1": "FalconH1",
+    "granitemoehybrid": "GraniteMoeHybrid",
     "qwen3_moe": "Qwen3Moe",
 }
 

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 # What a layer can skip: the module's name in it, and the projection whose bias stays.
 BLOCKS = {"attention": ("self_attn", "o_proj"), "mlp": ("mlp", "down_proj")}
 # The same of the MLP in families that call it otherwise, by the model_type of the dense family.
-MLPS = {"lfm2": ("feed_forward", "w2"), "falcon_h1": ("feed_forward", "down_proj")}
+MLPS = {
+    "lfm2": ("feed_forward", "w2"),
+    "falcon_h1": ("feed_forward", "down_proj"),
+    "granitemoehybrid": ("shared_mlp", "output_linear"),
+}
 # What the models' classes of a family begin with, where its config alone has a class of its own.
 MODELS = {"InternLM3": "Llama"}
 
@@ -117,7 +121,7 @@ def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Mod
         if kind in skip:
             block = layer.get_submodule(name)
             setattr(layer, name, RemovedBlock(kind, getattr(block, output).bias, block))
-    if "attention" not in skip and hasattr(layer, "self_attn"):
+    if "attention" not in skip and getattr(layer, "self_attn", None) is not None:
         layer.self_attn.config = config  # so that the choice of the attention kernel reaches it later, too
         if hasattr(layer.self_attn, "qkv_proj"):
             layer.self_attn.config = LayerConfig(config, **{name: getattr(own, name) for name in SIZES})
