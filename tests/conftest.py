@@ -263,6 +263,16 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "mixtral": (
+        "mixtral",
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 16,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.checkpoints import FLOAT32_TOLERANCE, read_alone
 from tests.conftest import build_tiny
 from tests.gguf_reading import File, LlamaCpp
 from tests.models.conftest import tokenizer
-from tests.pruning.test_experts import FAMILY, masked, plan_of, tokens
+from tests.pruning.test_experts import FAMILY, family_of, masked, plan_of, tokens
 from tests.pruning.test_selection import cost_of
 from tune_prune.checkpoint import layers, quantisation
 from tune_prune.checkpoint.gguf.architecture import check_config, choose_architecture
@@ -60,16 +61,17 @@ def folder(mixture, tmp_path) -> Path:
 
 def test_weights_come_from_the_files_as_transformers_reads_them(folder, mixture):
     theirs = AutoModelForCausalLM.from_pretrained(folder)
-    assert "model.layers.0.mlp.experts.6.gate_proj.weight" in load_file(folder / "model.safetensors")
+    up = {"mixtral": "block_sparse_moe.experts.4.w3"}.get(mixture, "mlp.experts.4.up_proj")
+    assert f"model.layers.0.{up}.weight" in load_file(folder / "model.safetensors")
     loaded, mapped = (make(resolve(str(folder)), torch.float32, "cpu") for make in (load_model, map_model))
     for name, weight in build_tiny(mixture, torch.float32).named_parameters():
         assert torch.equal(theirs.get_parameter(name), weight)
         assert torch.equal(loaded.model.get_parameter(name), weight)
         assert torch.equal(mapped.residency.weights[name], weight)
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.mlp.experts.4.up_proj.weight"]
+    del tensors[f"model.layers.0.{up}.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"mlp\.experts\.4\.up_proj\.weight is missing"):
+    with pytest.raises(UserError, match=rf"{re.escape(up)}\.weight is missing"):
         load_model(resolve(str(folder)), torch.float32, "cpu")
 
 
@@ -84,9 +86,10 @@ def test_what_is_saved_is_what_transformers_writes_and_gives_the_masked_logits(f
         pytest.skip("a plain MLP has no number of experts")
     loaded, mapped = (make(resolve(str(folder)), torch.float32, "cpu") for make in (load_model, map_model))
     plan = counted(make_plan(loaded.geometry), loaded.geometry)
-    pruned, dropped = layers.compact(cut(loaded.model, FAMILY, plan), FAMILY)
+    family = loaded.family
+    pruned, dropped = layers.compact(cut(loaded.model, family, plan), family)
     assert not dropped
-    saved = layers.as_saved(pruned, loaded.model, FAMILY, loaded.geometry, "hf").in_memory()
+    saved = layers.as_saved(pruned, loaded.model, family, loaded.geometry, "hf").in_memory()
     for dense, shard_bytes in ((loaded, 9000), (mapped, 10**9)):
         saved.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
         output = tmp_path / f"{shard_bytes}"
@@ -107,9 +110,10 @@ def test_what_is_saved_is_what_transformers_writes_and_gives_the_masked_logits(f
         check_checkpoint(output, manifest, load_config(source), source)
         config = json.loads((output / "config.json").read_text())
         if make_plan is alike:
-            assert config["model_type"] == "qwen3_moe" and config["num_experts"] == config["num_local_experts"] == 5
+            assert config["model_type"] == family.model_type and config["num_local_experts"] == 5
+            assert config.get("num_experts") == (5 if family is FAMILY else None)
         else:
-            assert config["model_type"] == "tune_prune_qwen3_moe" and "model_file" not in config
+            assert config["model_type"] == f"tune_prune_{family.model_type}" and "model_file" not in config
             own = {"num_attention_heads": 4, "num_key_value_heads": 2}
             assert config["per_layer_config"]["2"] == own | {"num_local_experts": 3}
             assert (output / MODEL_FILE).exists()
@@ -171,11 +175,14 @@ def test_they_load_in_a_process_that_has_nothing_else(tmp_path):
         ("qwen3_moe", "uniform", alike),
         ("qwen3_moe", "both of a middle layer", plan_of),
         ("qwen3_moe-switched", "both of a middle layer", plan_of),
+        ("mixtral", "uniform", alike),
+        ("mixtral", "both of a middle layer", plan_of),
     ):
         model, case = build_tiny(mixture, torch.float32), tmp_path / f"{mixture}-{name}"
-        geometry = read_geometry(model, FAMILY)
+        family = family_of(model)
+        geometry = read_geometry(model, family)
         plan = make_plan(geometry)
-        layers.as_saved(cut(model, FAMILY, plan), model, FAMILY, geometry, "hf").in_memory().save_pretrained(case)
+        layers.as_saved(cut(model, family, plan), model, family, geometry, "hf").in_memory().save_pretrained(case)
         truth, ids = masked(model, plan), tokens()
         mask = torch.ones_like(ids)
         mask[0, :4] = 0

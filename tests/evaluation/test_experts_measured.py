@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.evaluation.test_scored_positions import assert_same_logits
 from tests.evaluation.test_shared_prefix import assert_equal_to_truth, assorted_items
-from tests.pruning.test_experts import FAMILY, plan_of
+from tests.pruning.test_experts import family_of, plan_of, route_in_float64
 from tests.residencies import WAYS, in_way
 from tune_prune.evaluation.engine.prefix_trees import unsupported_reason
 from tune_prune.evaluation.perplexity import perplexity
@@ -18,11 +18,10 @@ from tune_prune.pruning.surgery import prune
 
 @pytest.mark.parametrize("pruned", [False, True])
 def test_the_engine_scores_as_transformers_does(tiny, mixture, pruned, monkeypatch):
-    softmax = F.softmax  # of routers, which is taken in float32 otherwise
-    monkeypatch.setattr(F, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
+    route_in_float64(monkeypatch)
     model = tiny(mixture)
     if pruned:
-        model = prune(model, FAMILY, plan_of(read_geometry(model, FAMILY)))
+        model = prune(model, family_of(model), plan_of(read_geometry(model, family_of(model))))
     assert unsupported_reason(model) is None
     assert_equal_to_truth(model, assorted_items())
     assert_same_logits(model)

@@ -140,7 +140,7 @@ FITTING = {
 NOT_FITTING = {  # one of each reason
     "phimoe": "layer 0 of this phimoe model has",
     "falcon": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",
-    "mixtral": "layer 0 of this mixtral model has 'mlp.",
+    "olmoe": "layer 0 of this olmoe model has 'mlp.",
     "starcoder2": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",
     "arcee": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",
     "nemotron_h": "its MLPs have no gate, and what is pruned is rows of gate and up with columns of down",

@@ -16,7 +16,7 @@ from tests.conftest import MOE
 from tests.residencies import WAYS, in_way
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import Infeasible, UserError
-from tune_prune.models.families import FAMILIES, decoder_layers
+from tune_prune.models.families import FAMILIES, Family, decoder_layers
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import GroupScores, PruningPlan
@@ -29,6 +29,10 @@ FAMILY = FAMILIES["qwen3_moe"]
 EXPERTS, TOP_K, WIDTH = MOE["num_experts"], MOE["num_experts_per_tok"], MOE["moe_intermediate_size"]
 HIDDEN, GROUPS, GROUP_ROWS = 32, 4, 12  # rows of queries in a KV group
 GATES_FISHER = ("gate_fisher", "fisher", "taylor")
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    return FAMILIES[model.config.model_type]
 
 
 def tokens(rows: int = 2, length: int = 11, seed: int = 1) -> torch.Tensor:
@@ -51,8 +55,9 @@ def masked(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
     for layer, groups, channels in zip(reference.model.layers, plan.kept_groups, plan.kept_channels, strict=True):
         for group in set(range(GROUPS)) - set(groups):
             layer.self_attn.o_proj.weight[:, group * GROUP_ROWS : (group + 1) * GROUP_ROWS] = 0
-        gone = sorted(set(range(FAMILY.mixture(layer).count if FAMILY.mixture(layer) else 40)) - set(channels))
-        if FAMILY.mixture(layer) is None:
+        mixture = family_of(model).mixture(layer)
+        gone = sorted(set(range(mixture.count if mixture else 40)) - set(channels))
+        if mixture is None:
             layer.mlp.down_proj.weight[:, gone] = 0
             continue
 
@@ -60,25 +65,31 @@ def masked(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
             logits = F.linear(x, router.weight)
             logits[:, gone] = -torch.inf
             weights, taken = logits.softmax(-1).topk(TOP_K)
-            return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, taken
+            normed = getattr(router, "norm_topk_prob", True)  # Mixtral always divides by the sum of the chosen
+            return logits, weights / weights.sum(-1, keepdim=True) if normed else weights, taken
 
         layer.mlp.gate.forward = route
     return reference
 
 
+def route_in_float64(patch: pytest.MonkeyPatch) -> None:
+    softmax, single = F.softmax, torch.Tensor.float
+    patch.setattr(F, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
+    patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))  # of Mixtral's
+
+
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's softmax as wide as the model, which takes it in float32 otherwise."""
-    softmax = F.softmax
-    monkeypatch.setattr(F, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
+    route_in_float64(monkeypatch)
 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("in_float64")
 def test_pruned_equals_dense_whose_router_never_takes_the_removed_experts(tiny, mixture):
     model = tiny(mixture)
-    plan, ids = plan_of(read_geometry(model, FAMILY)), tokens()
-    pruned, reference = prune(model, FAMILY, plan), masked(model, plan)
+    plan, ids = plan_of(read_geometry(model, family_of(model))), tokens()
+    pruned, reference = prune(model, family_of(model), plan), masked(model, plan)
     expected = reference(input_ids=ids, use_cache=False).logits
     assert expected.std() > 0.1
     assert (expected - model(input_ids=ids, use_cache=False).logits).abs().max() > 0.1
@@ -93,14 +104,16 @@ def test_pruned_equals_dense_whose_router_never_takes_the_removed_experts(tiny, 
     mask[0, :4] = 0
     padded = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     assert (pruned(**padded).logits - reference(**padded).logits)[mask.bool()].abs().max() <= 1e-10
-    assert [len(layer.mlp.gate.weight) for layer in pruned.model.layers if FAMILY.mixture(layer)] == [
-        len(kept) for layer, kept in zip(model.model.layers, plan.kept_channels, strict=True) if FAMILY.mixture(layer)
+    assert [len(layer.mlp.gate.weight) for layer in pruned.model.layers if family_of(model).mixture(layer)] == [
+        len(kept)
+        for layer, kept in zip(model.model.layers, plan.kept_channels, strict=True)
+        if family_of(model).mixture(layer)
     ]
 
 
 def test_costs_are_what_surgery_takes_out(tiny, mixture):
     model = tiny(mixture)
-    geometry = read_geometry(model, FAMILY)
+    geometry = read_geometry(model, family_of(model))
     expert = 3 * HIDDEN * WIDTH + HIDDEN
     assert [cost for cost, of in zip(geometry.channel_cost, geometry.mixtures, strict=True) if of] == [expert] * sum(
         geometry.mixtures
@@ -109,7 +122,7 @@ def test_costs_are_what_surgery_takes_out(tiny, mixture):
     scores = GroupScores.of_layers([(draw.random(GROUPS), draw.random(width)) for width in geometry.mlp_width])
     for ratio in (0.1, 0.4):
         plan = select(scores, geometry, ratio)
-        left = sum(p.numel() for p in prune(model, FAMILY, plan).parameters())
+        left = sum(p.numel() for p in prune(model, family_of(model), plan).parameters())
         assert geometry.total_params - left == plan.removed_params
         assert 0 <= int(ratio * geometry.total_params) - plan.removed_params < expert
         assert all(len(kept) >= TOP_K for kept, of in zip(plan.kept_channels, geometry.mixtures, strict=True) if of)
@@ -128,7 +141,7 @@ def test_a_layer_keeps_as_many_experts_as_a_token_takes(tiny):
 
 def test_uniform_leaves_one_number_of_experts_in_every_layer(tiny):
     model = tiny("qwen3_moe")
-    geometry, draw = read_geometry(model, FAMILY), np.random.default_rng(3)
+    geometry, draw = read_geometry(model, family_of(model)), np.random.default_rng(3)
     scores = GroupScores.of_layers([(draw.random(GROUPS), draw.random(EXPERTS)) for _ in range(4)])
     plan = select(scores, geometry, 0.3, "uniform")
     assert (
@@ -157,7 +170,7 @@ def routed(
     given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = []
     handles = [
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: given.append(args))
-        if FAMILY.mixture(layer)
+        if family_of(model).mixture(layer)
         else layer.mlp.register_forward_pre_hook(lambda _, args: given.append(None))
         for layer in model.model.layers
     ]
@@ -171,7 +184,7 @@ def routed(
 def statistic(name: str, model: PreTrainedModel, windows: torch.Tensor, kind: str = ""):
     need = Need(name, kind, len(windows))
     found = load_statistic(name)
-    return found.value(found.collect(model, FAMILY, windows, [need])[need], need)
+    return found.value(found.collect(model, family_of(model), windows, [need])[need], need)
 
 
 def test_reap_is_the_mean_of_what_an_expert_adds_where_it_is_taken(tiny, mixture):
@@ -190,7 +203,7 @@ def test_reap_is_the_mean_of_what_an_expert_adds_where_it_is_taken(tiny, mixture
                 counts[expert] += 1
         assert np.allclose(found, sums / np.maximum(counts, 1), rtol=1e-10, atol=0)
     scores = load_method("reap").scores(
-        Dense(model, FAMILY, read_geometry(model, FAMILY), 0, {"expert_outputs": values})
+        Dense(model, family_of(model), read_geometry(model, family_of(model)), 0, {"expert_outputs": values})
     )
     least = min(part.min() for i, part in enumerate((*scores.attention, *scores.mlp)) if i - GROUPS not in values)
     assert least >= 1000 * max(part.max() for part in values.values())
@@ -210,16 +223,17 @@ def test_an_expert_that_no_token_takes_scores_0(tiny):
 
 
 @pytest.mark.parametrize("name", GATES_FISHER)
+@pytest.mark.usefixtures("in_float64")
 def test_scores_of_gradients_are_their_formulas(tiny, mixture, name):
     model, windows = tiny(mixture), tokens(3, 9)
     count = len(windows)
-    summed = {p: torch.zeros_like(p) for layer in model.model.layers for p in FAMILY.group_weights(layer)}
+    summed = {p: torch.zeros_like(p) for layer in model.model.layers for p in family_of(model).group_weights(layer)}
     squares, gates = {p: torch.zeros_like(p) for p in summed}, [np.zeros(EXPERTS) for _ in model.model.layers]
     for sample in windows:
         watched: dict[int, torch.Tensor] = {}
         handles = []
         for index, layer in enumerate(model.model.layers):
-            if FAMILY.mixture(layer) is None:
+            if family_of(model).mixture(layer) is None:
                 continue
 
             # A gate of ones in front of every expert, of which the gradient is taken.
@@ -245,7 +259,7 @@ def test_scores_of_gradients_are_their_formulas(tiny, mixture, name):
             handle.remove()
     found = statistic(name, model, windows)
     for index, layer in enumerate(model.model.layers):
-        mixture_of = FAMILY.mixture(layer)
+        mixture_of = family_of(model).mixture(layer)
         if mixture_of is None:
             continue
         by_weight = {
@@ -271,7 +285,7 @@ def test_scores_of_gradients_are_their_formulas(tiny, mixture, name):
 def test_statistics_have_the_same_bits_in_every_way_to_hold_the_model(tiny, name):
     model, windows, found = tiny("qwen3_moe-switched", torch.float32), tokens(5, 9), load_statistic(name)
     needs = [Need(name, "", count) for count in (2, 5)]
-    whole = found.collect(model, FAMILY, windows, needs)
+    whole = found.collect(model, family_of(model), windows, needs)
     for way in WAYS[1:]:
         held, residency = in_way(model, way)
         for need, arrays in found.collect(held, FAMILY, windows, needs, residency).items():
@@ -282,8 +296,8 @@ def test_statistics_have_the_same_bits_in_every_way_to_hold_the_model(tiny, name
 
 def test_magnitude_is_the_mean_weight_of_an_expert(tiny):
     model = tiny("qwen3_moe")
-    geometry = read_geometry(model, FAMILY)
-    found = load_method("magnitude").scores(Dense(model, FAMILY, geometry, 0, {}))
+    geometry = read_geometry(model, family_of(model))
+    found = load_method("magnitude").scores(Dense(model, family_of(model), geometry, 0, {}))
     experts = model.model.layers[1].mlp.experts
     for expert in range(EXPERTS):
         total = experts.gate_up_proj[expert].abs().sum() + experts.down_proj[expert].abs().sum()
@@ -312,26 +326,28 @@ def test_methods_that_cannot_score_a_model_say_which_can():
 @pytest.mark.parametrize("method", ["layerwise", "blockwise", "block_influence", "random"])
 def test_other_methods_score_every_expert(tiny, mixture, method):
     model, windows = tiny(mixture), tokens(2, 8)
-    geometry, chosen = read_geometry(model, FAMILY), load_method(method)
+    geometry, chosen = read_geometry(model, family_of(model)), load_method(method)
     values = {}
     for name in chosen.statistics:
         of, _, kind = name.partition(":")
         values[name] = statistic(of, model, windows, kind)
-    scores = chosen.scores(Dense(model, FAMILY, geometry, 0, values))
+    scores = chosen.scores(Dense(model, family_of(model), geometry, 0, values))
     assert [len(part) for part in scores.mlp] == list(geometry.mlp_width)
-    left = prune(model, FAMILY, select(scores, geometry, 0.3))
-    assert len(decoder_layers(left, FAMILY)) == 4
+    left = prune(model, family_of(model), select(scores, geometry, 0.3))
+    assert len(decoder_layers(left, family_of(left))) == 4
 
 
 def inner_scores(model: PreTrainedModel) -> GroupScores:
-    return load_method("magnitude").scores(Dense(model, FAMILY, read_geometry(model, FAMILY), 0, {}))
+    return load_method("magnitude").scores(
+        Dense(model, family_of(model), read_geometry(model, family_of(model)), 0, {})
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_channels_inside_of_experts_are_those_of_a_dense_model_with_zeros(tiny, mixture, share):
     model = tiny(mixture)
-    geometry, scores = read_geometry(model, FAMILY), inner_scores(model)
+    geometry, scores = read_geometry(model, family_of(model)), inner_scores(model)
     target = budget(geometry, 0.2, whole_experts=share)
     plan = in_two(scores, geometry, target, share, "free")
     assert PruningPlan.from_dict(plan.to_dict()) == plan
@@ -340,7 +356,7 @@ def test_channels_inside_of_experts_are_those_of_a_dense_model_with_zeros(tiny, 
         for expert, channels in zip(kept, inside, strict=bool(inside)):
             gone = sorted(set(range(WIDTH)) - set(channels))
             layer.mlp.experts.down_proj[expert, :, gone] = 0
-    pruned = prune(model, FAMILY, plan)
+    pruned = prune(model, family_of(model), plan)
     assert sum(p.numel() for p in pruned.parameters()) == geometry.total_params - plan.removed_params
     assert 0 <= target - plan.removed_params < 3 * HIDDEN * EXPERTS  # a rank of a layer
     whole = sum(
@@ -349,8 +365,7 @@ def test_channels_inside_of_experts_are_those_of_a_dense_model_with_zeros(tiny, 
     )
     assert share or whole == 0
     with pytest.MonkeyPatch.context() as patch:
-        softmax = F.softmax
-        patch.setattr(F, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
+        route_in_float64(patch)
         expected = reference(input_ids=tokens(), use_cache=False).logits
         assert (pruned(input_ids=tokens(), use_cache=False).logits - expected).abs().max() <= 1e-10
 

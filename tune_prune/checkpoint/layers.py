@@ -71,7 +71,7 @@ def compact(pruned: Sketch, family: Family) -> tuple[Sketch, list[int]]:
             cast(Any, attention).layer_idx = number  # its place in the cache
     config, prefix = pruned.model.config, f"{family.layers}."
     config.num_hidden_layers = len(kept)
-    if family.experts:  # which layers have a mixture was said by their old numbers
+    if hasattr(config, "mlp_only_layers"):  # which layers have a mixture was said by their old numbers
         plain = [number for number, index in enumerate(kept) if family.mixture(layers[index]) is None]
         config.mlp_only_layers, config.decoder_sparse_step = plain, 1
     for name in LAYER_LISTS:
@@ -147,7 +147,7 @@ def _fields(family: Family, size: LayerWidths) -> dict[str, Any]:
     """Return the fields of a config that state the sizes of a layer, of the blocks that it has and that may be cut."""
     attention = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads} if size.kv_heads else {}
     if size.expert_width:
-        return attention | {"num_local_experts": size.channels, "moe_intermediate_size": size.expert_width}
+        return attention | {"num_local_experts": size.channels, family.expert_width: size.expert_width}
     return attention | ({family.width: size.channels} if size.channels else {})
 
 

@@ -116,6 +116,7 @@ class Family:
     # Of a mixture of experts: modules inside the MLP, which other layers of the model have as a plain one.
     experts: str = ""
     router: str = ""
+    expert_width: str = "moe_intermediate_size"  # the config's field for channels of each
 
     def projections(self) -> dict[str, str]:
         """Path inside a layer of each projection of the blocks that are pruned, by role."""
@@ -266,6 +267,7 @@ FAMILIES = {
             recurrent=True,
         ),
         Family("qwen3_moe", head_norms=("q_norm", "k_norm"), experts="experts", router="gate"),
+        Family("mixtral", experts="experts", router="gate", expert_width="intermediate_size"),
     )
 }
 

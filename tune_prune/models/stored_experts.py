@@ -4,7 +4,8 @@
     model.layers.0.mlp.experts.down_proj [E, H, m]          model.layers.0.mlp.experts.7.down_proj.weight [H, m]
 
 So transformers reads and writes the families of Qwen's mixtures (`qwen2_moe` of its conversion_mapping.py), and so does everything
-else that reads them. It maps no names of model types that it does not know: a checkpoint of tune_prune_... has its experts stacked.
+else that reads them; Mixtral the same by `OTHER_NAMES`. It maps no names of model types that it does not know: a checkpoint of
+tune_prune_... has its experts stacked.
 """
 
 from __future__ import annotations
@@ -17,54 +18,55 @@ from torch import Tensor, nn
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.runner.layer_weights import LazyWeights, Weights
 
+# By family, parts of names that are others in files.
+OTHER_NAMES = {
+    "mixtral": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
+}
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
-_ONE = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def stored_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of `model` by the names that they have in files, those of an expert as parts of the stacked ones."""
     for name, p in model.named_parameters(remove_duplicate=remove_duplicate):
-        yield from _parts(name, p) if _is_split(model, name) else [(name, p)]
+        yield from _parts(model, name, p)
 
 
 def stacked(stored: LazyWeights, model: nn.Module) -> LazyWeights:
     """Map the parameters of `model` to weights that are `stored` by the names in files."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    split = {name: p for name, p in model.named_parameters() if _is_split(model, name)}
-    if not split:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if not any(_is_split(model, name) for name in parameters):
         return stored
 
     def find(name: str) -> Tensor:
-        if name not in split:
-            return stored[name]
-        first = next(stored[part] for part, _ in _parts(name, split[name]))
-        whole = first.new_empty(split[name].shape)
-        for (part, _), (_, place) in zip(_parts(name, split[name]), _parts(name, whole), strict=True):
+        names = [part for part, _ in _parts(model, name, parameters[name])]
+        first = stored[names[0]]
+        if not _is_split(model, name):
+            return first
+        whole = first.new_empty(parameters[name].shape)
+        for part, place in _parts(model, name, whole):
             place.copy_(stored[part])
         return whole
 
-    return LazyWeights(names, find)
+    return LazyWeights(parameters, find)
 
 
 def unstacked(weights: Weights, model: nn.Module) -> Weights:
     """Map names in files to what they hold of `weights`, the inverse of `stacked`. Of a layer's experts the stacked weights are
     kept until those of another are asked for."""
-    names = [name for name, _ in stored_parameters(model)]
-    kept: dict[str, Tensor] = {}
+    own = {part: name for name, p in model.named_parameters() for part, _ in _parts(model, name, p)}
+    kept: dict[str, dict[str, Tensor]] = {}
 
-    def find(name: str) -> Tensor:
-        match = _ONE.fullmatch(name)
-        if match is None:
+    def find(part: str) -> Tensor:
+        name = own[part]
+        if not _is_split(model, name):
             return weights[name]
-        prefix, number, role = match.groups()
-        whole = f"{prefix}.{'down' if role == 'down' else 'gate_up'}_proj"
-        if whole not in kept:
-            if not all(other.startswith(f"{prefix}.") for other in kept):
+        if name not in kept:
+            if any(other.rpartition(".")[0] != name.rpartition(".")[0] for other in kept):
                 kept.clear()
-            kept[whole] = weights[whole]
-        return dict(_parts(whole, kept[whole], int(number)))[name]
+            kept[name] = dict(_parts(model, name, weights[name]))
+        return kept[name][part]
 
-    return weights if len(names) == len(dict(model.named_parameters())) else LazyWeights(names, find)
+    return weights if all(part == name for part, name in own.items()) else LazyWeights(own, find)
 
 
 def _is_split(model: nn.Module, name: str) -> bool:
@@ -72,11 +74,20 @@ def _is_split(model: nn.Module, name: str) -> bool:
     return family is not None and bool(family.experts) and _STACKED.fullmatch(name) is not None
 
 
-def _parts(name: str, weight: Tensor, expert: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield names in files and the parts of a stacked weight that they have: of all experts, or of that one."""
+def _parts(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names in files of a parameter with what they have of its `weight`: of a stacked one a part for each expert."""
+    others = OTHER_NAMES.get(model.config.model_type, {})  # type: ignore[union-attr, arg-type]
+
+    def in_files(name: str) -> str:
+        for ours, theirs in others.items():
+            name = name.replace(ours, theirs)
+        return name
+
     match = _STACKED.fullmatch(name)
-    assert match is not None
+    if match is None or not _is_split(model, name):
+        yield in_files(name), weight
+        return
     prefix, roles = match[1], ("gate", "up") if match[2] == "gate_up" else ("down",)
-    for number in range(len(weight)) if expert is None else (expert,):
+    for number in range(len(weight)):
         for role, part in zip(roles, weight[number].chunk(len(roles)), strict=True):
-            yield f"{prefix}.{number}.{role}_proj.weight", part
+            yield in_files(f"{prefix}.{number}.{role}_proj.weight"), part

@@ -2,7 +2,7 @@
 
 `per_layer_config` says what a layer has instead of the sizes at the top level, which stay those of the dense model:
 num_attention_heads, num_key_value_heads, intermediate_size (or shared_intermediate_size; or num_local_experts and
-moe_intermediate_size), and `skip`, a list of the blocks that it has lost ("attention", "mlp").
+moe_intermediate_size, of Mixtral intermediate_size), and `skip`, a list of the blocks that it has lost ("attention", "mlp").
 
 This file and modeling_tune_prune.py lie in every such checkpoint, and need transformers (5.10 or later) only.
 """
@@ -46,6 +46,7 @@ STEMS = {
     "falcon_h1": "FalconH1",
     "granitemoehybrid": "GraniteMoeHybrid",
     "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
 }
 
 # The same of models that have such a language model inside, beside a vision tower.

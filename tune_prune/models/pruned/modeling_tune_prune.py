@@ -97,11 +97,10 @@ def _put_layers(decoder: Any, config: PrunedConfig) -> None:
     # Chosen by PreTrainedModel's constructor.
     config._attn_implementation = decoder.config._attn_implementation
     config._experts_implementation = decoder.config._experts_implementation
-    layer_configs = [config.layer_config(index) for index in range(config.num_hidden_layers)]
-    if any(getattr(layer, "moe_intermediate_size", 0) % 8 for layer in layer_configs):
-        config._experts_implementation = "eager"  # the usual kernel takes rows of multiples of 16 bytes
     layer_class = type(decoder.layers[0])
     layers = [_pruned_layer(layer_class, config, index) for index in range(config.num_hidden_layers)]
+    if any(experts.down_proj.shape[2] % 8 for experts in map(_experts, layers) if experts is not None):
+        config._experts_implementation = "eager"  # the usual kernel takes rows of multiples of 16 bytes
     for name, buffer in decoder.layers[0].named_buffers():  # those of Falcon-H1's mixers are the model's to give
         for mixer in (layer.get_submodule(name.rpartition(".")[0]) for layer in layers):
             mixer.register_buffer(name.rpartition(".")[2], buffer.clone(), persistent=False)
@@ -110,6 +109,11 @@ def _put_layers(decoder: Any, config: PrunedConfig) -> None:
         config  # rotary_emb keeps the other: yarn and dynamic read heads, which no model of several widths has
     )
     decoder.post_init()
+
+
+def _experts(layer: nn.Module) -> Any:
+    """The stacked experts of a layer; None of a plain MLP, or none."""
+    return getattr(getattr(layer, "mlp", None), "experts", None)
 
 
 def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Module:
@@ -125,8 +129,7 @@ def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Mod
         layer.self_attn.config = config  # so that the choice of the attention kernel reaches it later, too
         if hasattr(layer.self_attn, "qkv_proj"):
             layer.self_attn.config = LayerConfig(config, **{name: getattr(own, name) for name in SIZES})
-    experts = getattr(getattr(layer, "mlp", None), "experts", None)
-    if experts is not None:
+    if (experts := _experts(layer)) is not None:
         experts.config = config  # and that of the experts' kernel
     return layer
 
