@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import VARIANTS, build_tiny, whole
+from tests.conftest import VARIANTS, attends, build_tiny, whole
 from tests.pruning.test_surgery import KEEP_SETS, plan_of, tokens
 from tune_prune.checkpoint import save
 from tune_prune.models import fused
@@ -29,10 +29,12 @@ def test_the_model_with_its_projections_apart_is_that_of_transformers(variant):
     assert expected.std() > 0.1
     torch.testing.assert_close(apart(tokens()).logits, expected, rtol=0, atol=1e-12)
     layer = stock.model.layers[2]
-    gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
-    mlp = apart.model.layers[2].mlp.gate_up_proj
+    family = FAMILIES[apart.config.model_type]
+    matrix = f"{family.mlp}.{family.gate.partition('.')[0]}"
+    gate, up = layer.get_submodule(matrix).weight.chunk(2)
+    mlp = apart.model.layers[2].get_submodule(matrix)
     assert torch.equal(mlp.gate_proj.weight, gate) and torch.equal(mlp.up_proj.weight, up)
-    if FAMILIES[apart.config.model_type].query != "q_proj":
+    if family.query != "q_proj":
         qkv = apart.model.layers[2].self_attn.qkv_proj
         for part, rows in zip((qkv.q_proj, qkv.k_proj, qkv.v_proj), (48, 24, 24), strict=True):
             assert part.weight.shape[0] == part.out_features == rows
@@ -47,7 +49,7 @@ def test_parts_are_rows_of_the_weights_in_files_and_keep_none_of_the_others_in_m
     found = fused.parts(LazyWeights(stored, stored.__getitem__), stock, fused.take_apart(stock, family))
     expected = dict(apart.named_parameters(remove_duplicate=False))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], p) for name, p in expected.items())
-    parts = [name for name in found if "qkv_proj" in name or "gate_up_proj" in name]
+    parts = [name for name in found if any(f"{matrix}." in name for matrix in family.fused())]
     assert len(parts) == 4 * sum(map(len, family.fused().values()))
     assert all(found[name].untyped_storage().nbytes() == found[name].nbytes for name in parts)
     assert fused.take_apart(stock, family) == {}  # it is apart
@@ -68,7 +70,7 @@ def test_the_choice_of_the_attention_kernel_reaches_layers_of_other_sizes(varian
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", FUSED)
+@pytest.mark.parametrize("variant", [*filter(attends, FUSED)])
 def test_a_plain_config_says_in_the_names_of_transformers_4_which_part_of_a_head_is_rotated(variant, tmp_path):
     model = whole(build_tiny(variant))
     model.save_pretrained(tmp_path)

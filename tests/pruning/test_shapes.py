@@ -268,7 +268,7 @@ def test_a_shape_gets_what_suits_the_model(shape: str, align: int | None, params
 def stock_config(model: torch.nn.Module, g: Geometry, k: int, m: int) -> object:
     """A plain config of the family with other widths."""
     config = copy.deepcopy(model.config)
-    values = config.to_dict() | {"intermediate_size": m}
+    values = config.to_dict() | {FAMILIES[config.model_type].width: m}
     if k:
         values |= {"num_key_value_heads": k, "num_attention_heads": k * g.queries_per_kv, "head_dim": g.head_dim}
     if "block_auto_adjust_ff_dim" in values:
