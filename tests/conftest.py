@@ -73,9 +73,8 @@ GRANITE4: dict[str, Any] = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 4,
     "mamba_conv_bias": False,
-    "mamba_proj_bias": True,
     "attention_bias": True,
-}
+}  # and no mamba_proj_bias, as in every published model: in transformers it would make states of padding
 
 PARTIAL_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.7}
 GEMMA3: dict[str, Any] = {  # of both kinds of layers, with windows that are shorter than the texts
