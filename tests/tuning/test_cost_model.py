@@ -110,7 +110,7 @@ def test_operations_of_a_statistics_pass_are_those_that_torch_counts(name, kinds
 @pytest.mark.parametrize("name", ["", "taylor", "gate_fisher", "expert_outputs"])
 def test_of_a_mixture_the_experts_that_a_token_takes_count(mixture, name, monkeypatch):
     model = build_tiny(mixture, attn_implementation="eager")
-    family = family_of("qwen3_moe")
+    family = family_of(model.config.model_type)
     arithmetic = Arithmetic.of(read_geometry(model, family), model.config.vocab_size)
     windows = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
     if not name:
