@@ -28,8 +28,8 @@ def test_the_engine_scores_as_transformers_does(tiny, mixture, pruned, monkeypat
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_perplexity_has_the_bits_of_the_whole_model_in_every_way_to_hold_it(tiny, way):
-    model = tiny("qwen3_moe-switched", torch.float32)
+def test_perplexity_has_the_bits_of_the_whole_model_in_every_way_to_hold_it(tiny, mixture, way):
+    model = tiny(mixture, torch.float32)
     ids = torch.randint(0, 64, (45,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         logits = [model(input_ids=rows, use_cache=False).logits[:, :-1] for rows in ids.view(3, 15).split(2)]

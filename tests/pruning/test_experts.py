@@ -282,13 +282,13 @@ def test_scores_of_gradients_are_their_formulas(tiny, mixture, name):
 
 
 @pytest.mark.parametrize("name", ["expert_outputs", "gate_fisher", "taylor"])
-def test_statistics_have_the_same_bits_in_every_way_to_hold_the_model(tiny, name):
-    model, windows, found = tiny("qwen3_moe-switched", torch.float32), tokens(5, 9), load_statistic(name)
+def test_statistics_have_the_same_bits_in_every_way_to_hold_the_model(tiny, mixture, name):
+    model, windows, found = tiny(mixture, torch.float32), tokens(5, 9), load_statistic(name)
     needs = [Need(name, "", count) for count in (2, 5)]
     whole = found.collect(model, family_of(model), windows, needs)
     for way in WAYS[1:]:
         held, residency = in_way(model, way)
-        for need, arrays in found.collect(held, FAMILY, windows, needs, residency).items():
+        for need, arrays in found.collect(held, family_of(model), windows, needs, residency).items():
             assert arrays.keys() == whole[need].keys()
             for array, values in arrays.items():
                 np.testing.assert_array_equal(values, whole[need][array], err_msg=f"{way} {need} {array}")
