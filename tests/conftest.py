@@ -36,6 +36,7 @@ from tune_prune.commands import search
 from tune_prune.data import calibration
 from tune_prune.models import fused
 from tune_prune.models.families import FAMILIES, choose_experts_kernel
+from tune_prune.models.stored_experts import stored_buffers
 from tune_prune.pruning.surgery import Sketch
 from tune_prune.tuning import cost, memory, plan_cost, set_up_ray
 from tune_prune.tuning.cost import Speed, SpeedRequest
@@ -81,6 +82,24 @@ GEMMA3: dict[str, Any] = {  # of both kinds of layers, with windows that are sho
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 5,
     "query_pre_attn_scalar": 8,
+}
+GEMMA4: dict[
+    str, Any
+] = {  # layers 2 and 3 attend to keys and values of layers 0 and 1, and have MLPs of twice the width
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "global_head_dim": 8,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
+    },
+    "hidden_size_per_layer_input": 5,
+    "vocab_size_per_layer_input": 64,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "attention_bias": True,
+    "final_logit_softcapping": 3.0,
+    "hidden_activation": "silu",
 }
 SCALED_BY_POSITION: dict[str, Any] = {
     "rope_type": "yarn",
@@ -166,6 +185,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4_text": ("gemma4_text", GEMMA4),
+    "gemma4_text-unshared-tied": (  # keys that are values, too; of each token the layers are given nothing
+        "gemma4_text",
+        {
+            "layer_types": GEMMA4["layer_types"],
+            "sliding_window": 5,
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_unified_text": (
+        "gemma4_unified_text",
+        {
+            "layer_types": GEMMA4["layer_types"],
+            "sliding_window": 5,
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 2,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
     "seed_oss": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"attention_bias": True}),
@@ -244,7 +288,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Those that differ from others in nothing that statistics and compensation see: only slow tests of these walk them.
-ALIKE = ("internlm3", "seed_oss", "ernie4_5", "cwm", "ministral", "olmo", "cohere", "olmo3")
+ALIKE = ("internlm3", "seed_oss", "ernie4_5", "cwm", "ministral", "olmo", "cohere", "olmo3", "gemma4_unified_text")
 
 # Mixtures of 7 experts of 16 channels, of which a token takes 3; where switched, layer 1 has a plain MLP.
 MOE: dict[str, Any] = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
@@ -283,12 +327,11 @@ def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     choose_experts_kernel(model, FAMILIES[model_type])
     generator = torch.Generator().manual_seed(seed)
-    mean = 0 if "gemma" in model_type else 1  # of norms' weights: Gemma's multiply by 1 more
-    for name, p in model.named_parameters():
+    mean = 0 if model_type in ("gemma", "gemma3_text") else 1  # of norms' weights: theirs multiply by 1 more
+    for name, p in (*model.named_parameters(), *stored_buffers(model).items()):
         values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        p.data.copy_(
-            mean + 0.3 * values if "norm" in name else 0.5 * values if p.ndim == 1 else values / p.shape[-1] ** 0.5
-        )
+        factor = "norm" in name or "layer_scalar" in name
+        p.data.copy_(mean + 0.3 * values if factor else 0.5 * values if p.ndim == 1 else values / p.shape[-1] ** 0.5)
     fused.take_apart(model, FAMILIES[model_type])
     return model
 
@@ -320,8 +363,10 @@ def attends(variant: str) -> bool:
 
 
 def near(variant: str, exact: float) -> float:
-    """What numbers in float64 may differ by: states that go from token to token are in float32."""
-    return 3e-6 if FAMILIES[VARIANTS[variant][0]].recurrent else exact
+    """What numbers in float64 may differ by: states that go from token to token are in float32, and so is Gemma 4's power of -1/2
+    in its norms, which torch computes otherwise where there are few numbers."""
+    model_type, _ = VARIANTS[variant]
+    return 3e-6 if FAMILIES[model_type].recurrent or "gemma4" in model_type else exact
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in VARIANTS])

@@ -13,9 +13,11 @@ from tests.conftest import VARIANTS
 from tune_prune.models import fused
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.models.stored_experts import stored_buffers
 
-# What passes over layers depends on little of a family: the two variants that have most in them, biases and windows.
-FEW = [("llama-biases", torch.bfloat16), ("qwen2-sliding", torch.float32)]
+# What passes over layers depends on little of a family: the variants that have most in them, biases, windows and what layers are
+# given by others.
+FEW = [("llama-biases", torch.bfloat16), ("qwen2-sliding", torch.float32), ("gemma4_text", torch.float32)]
 # Every variant in the type of CPUs, and in the others these two.
 CASES = [(variant, torch.float32) for variant in VARIANTS]
 CASES += [
@@ -33,6 +35,8 @@ def in_way(model: PreTrainedModel, way: str) -> tuple[PreTrainedModel, Residency
     with init_empty_weights(include_buffers=False):
         empty = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
     empty.tie_weights()
+    for name, buffer in stored_buffers(empty).items():
+        buffer.copy_(model.get_buffer(name))
     fused.take_apart(empty, FAMILIES[model.config.model_type])
     residency = Residency(dict(model.state_dict()), model.device)
     if way == "spilled":

@@ -110,6 +110,9 @@ def over_two_devices(model: PreTrainedModel) -> PreTrainedModel:
                 for key, p in [*module._parameters.items()]:
                     if p is not None:
                         module._parameters[key] = nn.Parameter(FarTensor(p.data), requires_grad=False)
+                for key, buffer in [*module._buffers.items()]:
+                    if buffer is not None:
+                        module._buffers[key] = FarTensor(buffer)
     follow_weights(model, family)
     assert [next(layer.parameters()).device for layer in decoder_layers(model, family)] == [NEAR, NEAR, FAR, FAR]
     return model
@@ -187,7 +190,7 @@ def difference(one: Any, other: Any) -> float:
     if isinstance(one, list):
         return max(difference(*pair) for pair in zip(one, other, strict=True))
     one, other = np.asarray(one, dtype=float), np.asarray(other, dtype=float)
-    gap = np.abs(one - other).max()
+    gap = np.abs(one - other).max(initial=0)
     return float(gap and gap / np.abs(one).max())
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from tests.conftest import SIZES, VARIANTS
-from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, HEAD_DIM, QUERIES_PER_KV
+from tests.pruning.test_surgery import ALL_GROUPS, HEAD_DIM, QUERIES_PER_KV
 from tune_prune import embedded
+from tune_prune.models.stored_experts import stored_buffers, stored_tensors
 from tune_prune.pruning.groups import PruningPlan
 
-IMAGE = 5  # the token in whose place a part of an image stands
+IMAGE = 40  # the token in whose place a part of an image stands: none of test_surgery's
 PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "head_dim": 8, "patch_size": 4, "image_size": 16,
@@ -29,6 +30,18 @@ QWEN: dict[str, Any] = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
     "out_hidden_size": 32, "num_position_embeddings": 16,
 }  # fmt: skip
+GEMMA4_VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16, "use_clipped_linears": True,
+    "standardize": True,
+}  # fmt: skip
+GEMMA4_AUDIO: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4],
+    "output_proj_dims": 16,
+}  # fmt: skip
+UNIFIED_VISION: dict[str, Any] = {
+    "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16,
+}  # fmt: skip
 # The wrapper, the variant inside, and its own fields, by a name.
 WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": ("mistral3", "mistral", {"vision_config": PIXTRAL, "image_token_index": IMAGE}),
@@ -37,6 +50,16 @@ WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "gemma3",
         "gemma3_text",
         {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": IMAGE},
+    ),
+    "gemma4": (
+        "gemma4",
+        "gemma4_text",
+        {"vision_config": GEMMA4_VISION, "audio_config": GEMMA4_AUDIO, "image_token_id": IMAGE},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified",
+        "gemma4_unified_text",
+        {"vision_config": UNIFIED_VISION, "audio_config": {"audio_embed_dim": 16}, "image_token_id": IMAGE},
     ),
     "qwen3_5": (
         "qwen3_5",
@@ -57,8 +80,11 @@ def build_wrapper(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedMo
     generator = torch.Generator().manual_seed(0)
     for parameter_name, p in model.named_parameters():
         values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        mean = 0 if "gemma" in name else 1  # of norms' weights: Gemma's multiply by 1 more
+        mean = 0 if name == "gemma3" else 1  # of norms' weights: theirs multiply by 1 more
         p.data.copy_(mean + 0.3 * values if "norm" in parameter_name else values / p.shape[-1] ** 0.5)
+    for buffer_name, buffer in stored_buffers(model).items():  # of Gemma 4: factors and bounds
+        values = 1 + 0.3 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
+        buffer.copy_(-values if buffer_name.endswith("_min") else values)
     return model.eval().requires_grad_(False)
 
 
@@ -71,7 +97,7 @@ def write_wrapper(
     AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama")).save_pretrained(folder)
     if as_named:
         save_file(
-            {name: p.clone() for name, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"}
+            {name: p.clone() for name, p in stored_tensors(model)}, folder / "model.safetensors", {"format": "pt"}
         )
     return model
 
@@ -83,7 +109,8 @@ def zeroed_inside(whole: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
     for layer, groups, channels in zip(layers, plan.kept_groups, plan.kept_channels, strict=True):
         for group in set(ALL_GROUPS) - set(groups) if any(plan.kept_groups) else ():  # else attention stays whole
             layer.self_attn.o_proj.weight[:, group * width : (group + 1) * width] = 0
-        layer.mlp.down_proj.weight[:, sorted(set(ALL_CHANNELS) - set(channels))] = 0
+        down = layer.mlp.down_proj
+        down.weight[:, sorted(set(range(down.in_features)) - set(channels))] = 0
     return reference
 
 
@@ -95,6 +122,11 @@ def image_inputs(name: str) -> dict[str, Tensor]:
         patches = pixels.view(16, 48).repeat(1, 2)
         about = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (ids == IMAGE).int()}
         return {"input_ids": ids, "pixel_values": patches, **about}
+    if name.startswith("gemma4"):  # 4 x 4 patches that the tower merges, or 2 x 2 of four times the size
+        side = 4 if name == "gemma4" else 2
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)[None]
+        about = {"image_position_ids": places, "mm_token_type_ids": (ids == IMAGE).int()}
+        return {"input_ids": ids, "pixel_values": pixels.view(1, side**2, -1), **about}
     # Gemma's text sees the whole image at once, wherever it stands.
     further = (
         {"token_type_ids": (ids == IMAGE).long()} if "gemma3" in name else {"image_sizes": torch.tensor([[16, 16]])}

@@ -62,6 +62,7 @@ def test_a_search_ends_and_its_best_is_saved_loaded_and_measured(
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
     own = {"lfm2": {"intermediate_size": 288}, "granitemoehybrid": {"shared_intermediate_size": 192}}
+    own["gemma4_text"] = {"vocab_size_per_layer_input": len(tokenizer), "global_head_dim": 16}
     fields = VARIANTS[family][1] | SIZES | own.get(family, {})
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **fields)

@@ -72,6 +72,7 @@ def test_every_family_is_tested_with_its_switches_off_their_defaults(model_type)
     """A row that fits the default config alone may be wrong for every real model of the family."""
     usual = AutoConfig.for_model(model_type).to_dict() | SIZES
     usual["num_experts"] = usual.get("num_local_experts")
+    usual |= {"global_head_dim": 512, "num_global_key_value_heads": None}  # of Gemma 4, which keeps them for each layer
     every = (VARIANTS | MIXTURES).values()
     switched = [(name, value) for kind, fields in every if kind == model_type for name, value in fields.items()]
     assert switched and all(usual[name] != value for name, value in switched), switched
@@ -94,9 +95,11 @@ def test_costs_follow_the_formulas(tiny, variant):
     if not attends(variant):
         assert geometry.hidden_size == hidden and geometry.channel_cost == (channel,) * 4
         assert geometry.kv_heads == geometry.group_cost == geometry.last_group_extra == (0,) * 4
-        assert geometry.mlp_width == (40,) * 4 and geometry.cache_layers == ()
-        assert geometry.prunable_params == 4 * 40 * channel
-        beside = [sum(p.numel() for p in layer.parameters()) - 40 * channel for layer in model.model.layers]
+        widths = (40, 40, 80, 80) if variant == "gemma4_text" else (40,) * 4
+        assert geometry.mlp_width == widths and geometry.cache_layers == ()
+        assert geometry.prunable_params == sum(widths) * channel
+        layers = zip(model.model.layers, widths, strict=True)
+        beside = [sum(p.numel() for p in layer.parameters()) - width * channel for layer, width in layers]
         down = family.linears(model.model.layers[1])["down"].bias
         assert geometry.whole_attention == tuple(n - (0 if down is None else hidden) for n in beside)
         return
@@ -130,6 +133,17 @@ def test_published_models_have_their_published_sizes(name, total, group, channel
         assert budget(geometry, 0.2) == 1_606_052_249
         share = budget(geometry, 0.2) / (32 * (8 * group + 14336 * channel))
         assert share == pytest.approx(0.230, abs=5e-4)
+
+
+def test_gemma_4_e2b_has_its_published_size():
+    """2.3 billion parameters beside the embeddings that its layers are given (huggingface.co/google/gemma-4-E2B)."""
+    config = AutoConfig.for_model(
+        "gemma4_text", hidden_size=1536, intermediate_size=6144, num_hidden_layers=35, num_key_value_heads=1,
+        num_kv_shared_layers=20, use_double_wide_mlp=True, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    )  # fmt: skip
+    _, geometry = config_geometry(config)
+    assert geometry.total_params - 262_144 * 35 * 256 == 2_279_759_104
+    assert geometry.mlp_width == (6144,) * 15 + (12_288,) * 20
 
 
 # What is said of the families that transformers has and the table has not, from meta-device models with two layers.
@@ -190,6 +204,12 @@ def test_a_family_whose_mlps_alone_fit_is_refused_with_that_row():
     text = refused("olmo_hybrid")
     assert "layer 0 of this olmo_hybrid model has 'linear_attn" in text
     assert "; its MLPs alone fit: add Family('olmo_hybrid', prunes=('mlp',)) to FAMILIES in " in text
+
+
+def test_a_gemma_4_with_experts_is_refused():
+    mixture = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+    text = refused("gemma4_text", **TINY, **mixture)
+    assert text.startswith("this gemma4_text model has experts beside its MLPs (enable_moe_block), ")
 
 
 def test_what_does_not_run_on_torchs_attention_is_refused_though_its_layers_fit():

@@ -35,7 +35,7 @@ def test_layers_are_whole_and_in_turn(tiny, variant, devices):
 @pytest.mark.slow
 def test_numbers_are_those_of_one_device():
     """The second device, once made, is there for good, hence a process of its own."""
-    variants = ("qwen2-sliding", "qwen3-biases-tied", "granite")
+    variants = ("qwen2-sliding", "qwen3-biases-tied", "granite", "gemma4_text")
     run = subprocess.run(
         [sys.executable, "-m", "tests.two_devices", *variants],
         cwd=ROOT,

@@ -44,7 +44,7 @@ def collected(model: nn.Module, samples: torch.Tensor) -> np.ndarray:
 def influence_by_loop(model: nn.Module, samples: torch.Tensor) -> list[float]:
     """Sample by sample and token by token, of the hidden states that transformers gives."""
     plain = copy.deepcopy(model)
-    (norm,) = (name for name, _ in plain.model.named_children() if "norm" in name)
+    (norm,) = (name for name, _ in plain.model.named_children() if "norm" in name and "per_layer" not in name)
     setattr(plain.model, norm, nn.Identity())  # the last hidden state is the one behind it
     cosines: list[list[float]] = [[] for _ in model.model.layers]
     for sample in samples:

@@ -17,7 +17,7 @@ from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.statistics import Need, load_statistic
 
 SEQ_LEN = 9
-KV_HEADS, CHANNELS = 4, 40  # of the tiny models, whose groups have two query heads of 6
+KV_HEADS = 4  # of the tiny models, whose groups have two query heads of 6
 
 
 def windows(count: int) -> Tensor:
@@ -42,8 +42,9 @@ def gate_information(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarray
     gates, handles = [], []
     family = FAMILIES[model.config.model_type]
     for layer in decoder_layers(model, family):
-        for role, count in (("output", KV_HEADS), ("down", CHANNELS)):
+        for role in ("output", "down"):
             if (linear := family.linears(layer).get(role)) is not None:
+                count = KV_HEADS if role == "output" else linear.in_features
                 gates.append(torch.ones(count, dtype=torch.float64, requires_grad=True))
                 handles.append(linear.register_forward_pre_hook(partial(scaled, gates[-1])))
     squares = [torch.autograd.grad(loss(model, sample), gates) for sample in samples]
@@ -77,14 +78,14 @@ def weight_information(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarr
             for name, value in information.items()
             if f"layers.{index}." in name
         }
-        attention, mlp = np.zeros(kv_heads), np.zeros(CHANNELS)
+        attention, mlp = np.zeros(kv_heads), np.zeros(len(own[f"{paths['gate']}.weight"]))
         for k in range(kv_heads):
             attention[k] += float(own[f"{paths['output']}.weight"][:, 12 * k : 12 * k + 12].sum())
             for role, width in (("query", 12), ("key", 6), ("value", 6)):
                 for kind in ("weight", "bias"):
                     if (value := own.get(f"{paths[role]}.{kind}")) is not None:
                         attention[k] += float(value[width * k : width * k + width].sum())
-        for j in range(CHANNELS):
+        for j in range(len(mlp)):
             mlp[j] += float(own[f"{paths['down']}.weight"][:, j].sum())
             for role in ("gate", "up"):
                 for kind in ("weight", "bias"):

@@ -36,6 +36,9 @@ def losses_of(model: nn.Module, samples: torch.Tensor) -> np.ndarray:
 def without(model: nn.Module, layer: int, kind: str) -> nn.Module:
     """A copy in which the block adds nothing: its last projection is zero, or the layer is out of the list."""
     cut = copy.deepcopy(model)
+    if kind == "layer" and FAMILIES[model.config.model_type].shared_states:  # its keys and values stay
+        cut.model.layers[layer].register_forward_hook(lambda _, args, output: args[0])
+        return cut
     if kind == "layer":
         del cut.model.layers[layer]
         cut.config.num_hidden_layers -= 1

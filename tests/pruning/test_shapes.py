@@ -271,8 +271,7 @@ def stock_config(model: torch.nn.Module, g: Geometry, k: int, m: int) -> object:
     values = config.to_dict() | {FAMILIES[config.model_type].width: m}
     if k:
         values |= {"num_key_value_heads": k, "num_attention_heads": k * g.queries_per_kv, "head_dim": g.head_dim}
-    if "block_auto_adjust_ff_dim" in values:
-        values["block_auto_adjust_ff_dim"] = False
+    values |= dict.fromkeys(values.keys() & {"block_auto_adjust_ff_dim", "use_double_wide_mlp"}, False)
     return type(config)(**values)
 
 
@@ -296,7 +295,8 @@ def test_a_model_of_uniform_shape_is_a_plain_model_of_its_family(tiny, variant) 
     family = FAMILIES[model.config.model_type]
     g = read_geometry(model, family)
     draw = np.random.default_rng(1)
-    for ratio in (0.15, 0.4 if attends(variant) else 0.2):
+    least = shapes.removal_bounds(g, "uniform").least  # where layers of the model differ
+    for ratio in (max(0.15, removing(least, g)), 0.4 if attends(variant) else 0.2):
         s = scores([draw.random(k) for k in g.kv_heads], [draw.random(m) for m in g.mlp_width])
         plan = select(s, g, ratio, "uniform")
         pruned = prune(model, family, plan)

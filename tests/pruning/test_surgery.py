@@ -46,7 +46,8 @@ def removed_params(model: PreTrainedModel, family: Family, groups: tuple, channe
         hidden = model.config.hidden_size
         part = family.linears(layer)
         query_rows = QUERIES_PER_KV * HEAD_DIM
-        lost_groups, lost_channels = GROUPS - len(kept_groups), CHANNELS - len(kept_channels)
+        lost_groups = GROUPS - len(kept_groups)
+        lost_channels = part["down"].in_features - len(kept_channels)
         if "attention" in family.prunes:
             for role, rows in (("query", query_rows), ("key", HEAD_DIM), ("value", HEAD_DIM)):
                 total += lost_groups * rows * (hidden + (part[role].bias is not None))
@@ -75,7 +76,7 @@ def zeroed(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
         part = family.linears(layer)
         for group in set(ALL_GROUPS) - set(groups) if "attention" in family.prunes else ():
             part["output"].weight[:, group * width : (group + 1) * width] = 0
-        for channel in set(ALL_CHANNELS) - set(channels):
+        for channel in set(range(part["down"].in_features)) - set(channels):
             part["down"].weight[:, channel] = 0
     return reference
 
@@ -137,9 +138,10 @@ def test_the_ratio_asked_for_is_removed_to_within_one_channel(tiny, variant, rat
     family = FAMILIES[model.config.model_type]
     geometry, draw = read_geometry(model, family), np.random.default_rng(1)
     before = sum(p.numel() for p in model.parameters())
-    scores = GroupScores.of_layers([(draw.random(k), draw.random(CHANNELS)) for k in geometry.kv_heads])
-    if not attends(variant):  # the budget is of all parameters, and its MLPs are less than half of them
-        most = LAYERS * CHANNELS * geometry.channel_cost[0]
+    sizes = zip(geometry.kv_heads, geometry.mlp_width, strict=True)
+    scores = GroupScores.of_layers([(draw.random(k), draw.random(m)) for k, m in sizes])
+    if not attends(variant):  # the budget is of all parameters, and its MLPs are less of them than some budgets
+        most = sum(geometry.mlp_width) * geometry.channel_cost[0]
         with pytest.raises(
             Infeasible, match=rf"only {most:,} can be removed \(.*all attention.*; ask for at most "
         ) as error:

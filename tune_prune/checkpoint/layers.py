@@ -156,12 +156,13 @@ def pruned_config(
 ) -> PretrainedConfig:
     """Return the config of a checkpoint whose layers differ: the dense family's fields at their old values, and what each layer
     has instead."""
-    per_layer: dict[str, dict[str, Any]] = {}
+    fields = _plain(config)
+    per_layer = {int(index): own for index, own in fields.get("per_layer_config", {}).items()}  # of Gemma 4, its heads
     for index, size in enumerate(sizes):
         skip = size.skip(family.prunes)
-        per_layer[str(index)] = ({"skip": skip} if skip else {}) | _fields(family, size)
-    fields = _plain(config) | {
-        "per_layer_config": per_layer,
+        per_layer[index] = per_layer.get(index, {}) | ({"skip": skip} if skip else {}) | _fields(family, size)
+    fields |= {
+        "per_layer_config": {str(index): own for index, own in per_layer.items()},
         "auto_map": auto_map(config.model_type),
     }
     if family.model_type in MLX_FAMILIES:
@@ -174,7 +175,7 @@ def pruned_config(
         fields["logit_scale"] = multiplier
     if "attention" in family.prunes:
         fields["head_dim"] = head_dim
-    kv_heads, width = config.num_key_value_heads, getattr(config, family.width)
+    kv_heads, width = fields["num_key_value_heads"], getattr(config, family.width)
     usual = {0, width, getattr(config, "num_experts", 0)}
     if all(size.kv_heads in (0, kv_heads) and size.channels in usual for size in sizes):
         # Whole blocks are gone and nothing else. The family's own class, forced on the checkpoint, raises where a tensor does
@@ -203,6 +204,13 @@ def _plain(config: PretrainedConfig) -> dict[str, Any]:
         "block_auto_adjust_ff_dim" in fields
     ):  # of LFM2, whose MLPs are narrower than intermediate_size says where it is true
         fields["block_auto_adjust_ff_dim"] = False
+    if "use_double_wide_mlp" in fields:  # of Gemma 4, some of whose MLPs are wider than it says where that is true
+        fields["use_double_wide_mlp"] = False
+    if "global_head_dim" in fields:  # of Gemma 4 in transformers up to 5.15: as later ones say it
+        kv_heads = fields["num_global_key_value_heads"] if fields["attention_k_eq_v"] else None
+        own = {"head_dim": fields["global_head_dim"], "num_key_value_heads": kv_heads or fields["num_key_value_heads"]}
+        full = (index for index, kind in enumerate(fields["layer_types"]) if kind == "full_attention")
+        fields["per_layer_config"] = {str(index): own for index in full}
     return fields
 
 
@@ -252,7 +260,7 @@ def surrounded(saved: Sketch, around: Surroundings) -> Sketch:
     family's own, else of an own class."""
     whole, text = around.model.config, saved.model.config.to_dict()
     fields, config_class, model_class = _plain(whole), type(whole), type(around.model)
-    if "per_layer_config" in text:
+    if "auto_map" in text:
         register()
         model_class = WRAPPERS[whole.model_type]
         config_class = cast(Any, model_class.config_class)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from tune_prune.core.errors import UserError
 from tune_prune.models.runner.layer_weights import LazyWeights, Weights
+from tune_prune.models.stored_experts import stored_tensors
 
 GROUPS = (
     128,
@@ -54,7 +55,7 @@ def quantise(model: PreTrainedModel, weights: Weights, kind: str) -> QuantisedWe
     def parts(name: str) -> dict[str, Tensor]:
         return _compressed(compressor, scheme, weights[name])
 
-    tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in matrices}
+    tensors: dict[str, Tensor] = {name: p for name, p in stored_tensors(model) if name not in matrices}
     matrix_of: dict[str, tuple[str, str]] = {}  # by name of a part: the matrix, and the part's name in its module
     for name, weight in matrices.items():
         for part, tensor in _compressed(compressor, scheme, weight.to("meta")).items():

@@ -211,7 +211,7 @@ def write_hf(
         stored = quantised_folder.quantise(saved.model, saved.weights, kind)
         weight_files.write_weights(folder, saved.model, stored.weights, shard_bytes, stored.tensors)
         _change_json(folder / "config.json", {"quantization_config": stored.config})
-    if type(language_model) is type(dense.model):
+    if type(language_model) is type(dense.model) and not dense.family.own_heads:  # Gemma 4 has no older names
         _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)  # safetensors writes them for their owner alone

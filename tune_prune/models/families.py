@@ -11,7 +11,7 @@ Shapes: H hidden size, d head dim, K key/value heads, g query heads per KV head,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -106,6 +106,10 @@ class Family:
     output_norms: tuple[str, ...] = ()
     # Whether layers carry a state from token to token: they take no masks but those of padding, so each text is a row of its own.
     recurrent: bool = False
+    # What layers are given to put their keys and values into, for layers behind them that have none of their own.
+    shared_states: str = ""
+    # Its plain config says in per_layer_config which sizes the heads of a layer have.
+    own_heads: bool = False
     returns_tuple: bool = False  # its layers give their hidden states as a tuple of one
     heads_divide_hidden: bool = False  # its config refuses num_attention_heads that do not divide hidden_size
     # Its config refuses factors of longrope whose number is not that of hidden_size / num_attention_heads, whatever head_dim says.
@@ -157,10 +161,25 @@ class Family:
         return 0 if key is None else key.out_features // self.head_dim(layer)
 
     def cached(self, layer: nn.Module) -> list[nn.Linear]:
-        """Return the projections that fill the cache of a layer: of keys and of values."""
-        found = [_submodule(layer, f"{self.attention}.{name}") for name in (self.key, self.value)]
-        return [module for module in found if isinstance(module, nn.Linear) and module.in_features]
+        """Return the projections that fill the cache of a layer: of keys and of values, which may be the same."""
+        keys, values = (_submodule(layer, f"{self.attention}.{name}") for name in (self.key, self.value))
+        return [module for module in (keys, values or keys) if isinstance(module, nn.Linear) and module.in_features]
 
+
+# Layers of two head sizes, the last of which attend to keys and values of others.
+GEMMA4: dict[str, Any] = {
+    "prunes": ("mlp",),
+    "layer_norms": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "output_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "shared_states": "shared_kv_states",
+    "own_heads": True,
+    "bos": True,
+}
 
 FAMILIES = {
     family.model_type: family
@@ -207,6 +226,8 @@ FAMILIES = {
             heads_divide_hidden=True,
             bos=True,
         ),
+        Family("gemma4_text", **GEMMA4),
+        Family("gemma4_unified_text", **GEMMA4),
         Family("internlm3", heads_divide_hidden=True),
         Family("seed_oss"),
         Family("hunyuan_v1_dense", head_norms=("query_layernorm", "key_layernorm")),
@@ -327,6 +348,11 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         raise UserError(
             f"this {family.model_type} model has no {family.layers}, as that family has; give the original model"
         ) from None
+    if getattr(model.config, "enable_moe_block", False):
+        raise UserError(
+            f"this {family.model_type} model has experts beside its MLPs (enable_moe_block), and nobody has tested what is left "
+            "without parts of them; choose one without experts"
+        )
     hidden = model.config.hidden_size
     pruned = model.config.model_type.startswith(PRUNED_PREFIX)
     expected = set(family.projections().values()) | set(family.layer_norms)

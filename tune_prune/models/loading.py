@@ -55,7 +55,14 @@ from tune_prune.models.gguf import files as gguf_files
 from tune_prune.models.runner import devices, spread
 from tune_prune.models.runner.layer_weights import LazyWeights, bring
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.models.wrapper import Surroundings, is_wrapper, language_config, name_in_wrapper, outside
+from tune_prune.models.wrapper import (
+    Surroundings,
+    is_wrapper,
+    language_config,
+    name_in_wrapper,
+    outside,
+    outside_params,
+)
 
 WIDE = ("float32", "float64", "F32")  # of `stored_as`: what bfloat16 would round
 
@@ -171,7 +178,9 @@ def whole_config(source: ModelSource) -> PretrainedConfig:
             registration.register()  # ours, so that none of the code in the folder is run
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
-        if not pruned and (values.get("per_layer_config") or (values.get("text_config") or {}).get("per_layer_config")):
+        inside = values.get("text_config") or values
+        own_heads = inside.get("model_type") in FAMILIES and FAMILIES[inside["model_type"]].own_heads
+        if not (pruned or own_heads) and (values.get("per_layer_config") or inside.get("per_layer_config")):
             raise UserError(
                 f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
                 f"not follow in {values['model_type']} models; it was pruned by another tool: give the original model, or a "
@@ -270,7 +279,7 @@ def config_geometry(config: PretrainedConfig, source: ModelSource | None = None)
     fused.take_apart(model, family)
     geometry = read_geometry(model, family)
     if source is not None and (whole := _around(source, config)) is not config:
-        geometry = geometry.within(sum(p.numel() for p in outside(meta_model(whole)).values()))
+        geometry = geometry.within(outside_params(meta_model(whole)))
     return family, geometry
 
 
@@ -363,7 +372,7 @@ def _opened(
         set_up_gpu()
     tokenizer = load_tokenizer(source)
     folder = weights_folder(source)
-    # Its buffers are in no file (rotary frequencies): they are made on the CPU, and its parameters nowhere.
+    # Most of its buffers are in no file (rotary frequencies): they are made on the CPU, and its parameters nowhere.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
@@ -394,8 +403,9 @@ def _opened(
         places = weight_files.check_weights(folder, wrapper, source.location, in_place)
         others = _stored_weights({name: places[name] for name in outside(wrapper)}, dtype)
         around = Surroundings(wrapper, others, {name: spelling for name, (_, spelling) in places.items()})
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        stored = _stored_weights({name: places[name_in_wrapper(name)] for name in names}, dtype)
+        stored = _stored_weights({name: places[name_in_wrapper(name)] for name in model.state_dict()}, dtype)
+    for name, buffer in stored_experts.stored_buffers(model).items():
+        buffer.copy_(stored[name])
     rows = fused.take_apart(model, family)
     stored = fused.parts(stored, model, rows)
     geometry = read_geometry(model, family)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tune_prune.core.errors import UserError
 from tune_prune.models import weight_files
 from tune_prune.models.runner.layer_weights import LazyWeights
+from tune_prune.models.stored_experts import stored_tensors
 
 OWN = "tune_prune.json"  # beside config.json of such a checkpoint: others are not read, as they may be quantised in any form
 
@@ -63,7 +64,7 @@ def weights(folder: Path, model: PreTrainedModel, config: dict[str, Any], dtype:
         matrix: Tensor = compressor.decompress(tensors, scheme)["weight"]
         return matrix.to(dtype)
 
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in stored_tensors(model)]
     for name in names:
         module, _, part = name.rpartition(".")
         if not {part, f"{part}_packed"} & parts.get(module, {}).keys():

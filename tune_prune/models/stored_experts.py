@@ -25,15 +25,29 @@ OTHER_NAMES = {
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
 
 
-def stored_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of `model` by the names that they have in files, those of an expert as parts of the stacked ones."""
-    for name, p in model.named_parameters(remove_duplicate=remove_duplicate):
-        yield from _parts(model, name, p)
+def stored_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of `model`, and its buffers that are stored with them, by the names that they have in files: of an
+    expert as parts of the stacked ones."""
+    for name, tensor in _tensors(model, remove_duplicate):
+        yield from _parts(model, name, tensor)
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of `model` that are in files, such as the factors of Gemma 4's layers, by name."""
+    return {name: one for name, one in _tensors(model) if not isinstance(one, nn.Parameter)}
+
+
+def _tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not (remove_duplicate and id(tensor) in seen):
+            yield name, tensor
+        seen.add(id(tensor))
 
 
 def stacked(stored: LazyWeights, model: nn.Module) -> LazyWeights:
     """Map the parameters of `model` to weights that are `stored` by the names in files."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(_tensors(model, remove_duplicate=False))
     if not any(_is_split(model, name) for name in parameters):
         return stored
 
@@ -53,7 +67,7 @@ def stacked(stored: LazyWeights, model: nn.Module) -> LazyWeights:
 def unstacked(weights: Weights, model: nn.Module) -> Weights:
     """Map names in files to what they hold of `weights`, the inverse of `stacked`. Of a layer's experts the stacked weights are
     kept until those of another are asked for."""
-    own = {part: name for name, p in model.named_parameters() for part, _ in _parts(model, name, p)}
+    own = {part: name for name, tensor in _tensors(model) for part, _ in _parts(model, name, tensor)}
     kept: dict[str, dict[str, Tensor]] = {}
 
     def find(part: str) -> Tensor:

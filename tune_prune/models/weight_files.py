@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
-from tune_prune.models.stored_experts import stored_parameters, unstacked
+from tune_prune.models.stored_experts import stored_tensors, unstacked
 
 _WHOLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls numbers that need no scale beside them
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"  # of weights in one file
@@ -49,6 +49,10 @@ _OLDER = {
     "model.language_model.": "language_model.model.",
     "lm_head.": "language_model.lm_head.",
     "model.vision_tower.": "vision_tower.vision_model.",
+    # And of Gemma 4 12B, "gemma4_unified" there.
+    "model.embed_vision.patch_": "model.vision_embedder.patch_",
+    "model.embed_vision.pos_": "model.vision_embedder.pos_",
+    "model.embed_vision.multimodal_embedder.": "model.embed_vision.",
 }
 
 # Where a tensor is: its file, and its name there.
@@ -80,7 +84,7 @@ def check_weights(folder: Path, model: nn.Module, name: str | None = None, in_pl
     check_pointers(paths)
     tensors = {stored: (path, *about) for path in paths for stored, about in _header(path).items()}
     names: dict[torch.Tensor, list[str]] = {}  # tied weights have several, and are stored under any of them
-    for known_as, parameter in stored_parameters(model, remove_duplicate=False):
+    for known_as, parameter in stored_tensors(model, remove_duplicate=False):
         names.setdefault(parameter, []).append(known_as)
     wrong = []
     places: dict[str, Place] = {}
@@ -248,7 +252,7 @@ def write_weights(
     its format: github.com/huggingface/safetensors. `tensors`: what is stored in their place, by names of `weights`. `called`:
     other names of parameters in the files."""
     if tensors is None:
-        tensors, weights = dict(stored_parameters(model)), unstacked(weights, model)
+        tensors, weights = dict(stored_tensors(model)), unstacked(weights, model)
     own_names = {(called or {}).get(name, name): name for name in tensors}
     tensors = {name: tensors[own] for name, own in own_names.items()}
     split = split_state_dict_into_shards_factory(

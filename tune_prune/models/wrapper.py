@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.models.families import PRUNED_PREFIX
 from tune_prune.models.pruned.configuration_tune_prune import WRAPPER_CONFIGS
 from tune_prune.models.runner.layer_weights import Weights
+from tune_prune.models.stored_experts import stored_tensors
 
 INSIDE = "model.language_model."  # what the names of the language model's parameters begin with in a wrapper
 _ALONE = "model."  # and in that model by itself; its output head is lm_head in both
@@ -33,7 +34,7 @@ class Surroundings:
     @property
     def params(self) -> int:
         """Return the number of parameters outside the language model."""
-        return sum(p.numel() for p in outside(self.model).values())
+        return outside_params(self.model)
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:
@@ -45,10 +46,15 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     return config.text_config if is_wrapper(config) else config
 
 
-def outside(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters of a wrapper that are not its language model's, by name."""
+def outside(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the stored tensors of a wrapper that are not its language model's, by name."""
     head = {id(p) for p in model.get_output_embeddings().parameters()}
-    return {name: p for name, p in model.named_parameters() if not name.startswith(INSIDE) and id(p) not in head}
+    return {name: p for name, p in stored_tensors(model) if not name.startswith(INSIDE) and id(p) not in head}
+
+
+def outside_params(model: PreTrainedModel) -> int:
+    """Return the number of parameters of a wrapper that are not its language model's."""
+    return sum(p.numel() for p in outside(model).values() if isinstance(p, nn.Parameter))
 
 
 def name_in_wrapper(name: str) -> str:

@@ -33,7 +33,7 @@ def pad(pruned: Sketch, family: Family, multiple: int) -> Sketch:
 def zero_filled(weights: Weights, model: nn.Module, family: Family) -> LazyWeights:
     """Map the parameters of `model` to `weights` that are filled up with zeros to the sizes that they have there. Parameters that
     `weights` lack are zeros on the CPU, and the norms of heads that are not there ones, as any value does."""
-    sizes = dict(model.named_parameters(remove_duplicate=False))
+    sizes = model.state_dict()
     norms = tuple(f".{family.attention}.{norm}.weight" for norm in family.head_norms)
 
     def find(name: str) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Sketch:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sketch:
         """Return a model that is in memory as a sketch of itself."""
-        return cls(model, dict(model.named_parameters(remove_duplicate=False)))
+        return cls(model, model.state_dict(keep_vars=True))
 
     def in_memory(self, device: torch.device | None = None) -> PreTrainedModel:
         """Return the model itself, with what it lacked brought to `device` (None: to where the weights are)."""

@@ -383,6 +383,9 @@ def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.de
     """Make a model of that config's shapes, reduced until its layers fit into BUILT_BYTES, with one matrix for embedding and
     head. Where not even one layer does (7B on a CPU), it has fewer heads and channels in the same proportions."""
     config, room = copy.deepcopy(config), BUILT_BYTES[device.type]
+    if hasattr(config, "num_kv_shared_layers"):  # of Gemma 4: all layers with heads of one size and keys of their own
+        config.per_layer_config, config.num_kv_shared_layers = None, 0
+        config.vocab_size_per_layer_input = MEASURED_VOCABULARY
 
     def layer_bytes() -> int:
         layers = decoder_layers(loading.meta_model(config), family_of(config.model_type))

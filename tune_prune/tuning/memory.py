@@ -252,7 +252,7 @@ class Shapes:
         whole = StageMemory(stage, str(RESIDENT), copy, self._allocated(max(batch)))
         if not way.from_files:
             return whole
-        states = block * self.geometry.hidden_size * self.itemsize
+        states = block * (self._between + self._given) * self.itemsize
         streamed = self._streamed(stage, masks, states, *batch, way.forward_only)
         # Of copies that are read as a whole, the dense model is the baseline's, which is not.
         return max(whole, streamed, key=lambda stage: stage.total) if way.pruned_whole else streamed
@@ -313,7 +313,10 @@ class Shapes:
     def _ends(self) -> tuple[int, int]:
         """Bytes of the embedding or the head, and what is mapped of its file while it is read, on a CPU."""
         weights = self.config.vocab_size * self.geometry.hidden_size
-        return weights * self.itemsize, weights * self._stored if self.device == "cpu" else 0
+        further = self._given * getattr(self.config, "vocab_size_per_layer_input", 0)
+        projection = self._given * self.geometry.hidden_size
+        read = max(weights, further) * self._stored if self.device == "cpu" else 0
+        return (weights + further + projection) * self.itemsize, read
 
     def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency, removed_params: int) -> list[StageMemory]:
         """Plan the largest pass of each stage."""
@@ -355,12 +358,13 @@ class Shapes:
             layers = max(layers, products)
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
-            states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
+            states = min(max(BLOCK_TOKENS, carried), run) * (self._between + self._given) * self.itemsize
             return self._streamed(stage, sums, states, layers, head if work.head_positions else 0, way.forward_only)
         if work.product_tokens and self.device == "cpu":  # where the weights that come out are kept
             sums += self.itemsize * h * self.geometry.num_layers * (self._q + self._m)
         activations = self._allocated(max(layers, head if work.head_positions else 0))
-        return StageMemory(stage, str(RESIDENT), sums + carried * h * self.itemsize, activations)
+        waiting = (carried * self._between + tokens * self._given) * self.itemsize
+        return StageMemory(stage, str(RESIDENT), sums + waiting, activations)
 
     def _products(self, work: PassWork) -> tuple[int, int]:
         """Return what a refit keeps of a layer, the sums of products of its last projections' inputs and the inputs that are held
@@ -410,7 +414,7 @@ class Shapes:
             held = sums * self._on_one(self.geometry.layer_params) + here * products
             return StageMemory(stage, str(way), held, int(FRAGMENTATION[self.device] * max(need, results)))
         sums = sums * max(self.geometry.layer_params) + products
-        states = work.attention_tokens // layers * h * item * (layers + 1)
+        states = work.attention_tokens // layers * item * (self._between * (layers + 1) + self._given)
         head = max(0, logits * behind + tokens * h * (6 * item + 2 * FLOAT32) - sums)
         inside = (
             item * (2 * h + max(2 * m + 2 * self._routed, 4 * q)) + squares + 2 * heads
@@ -434,7 +438,7 @@ class Shapes:
         """Return the bytes of a token of a row inside one layer of a forward pass."""
         h, item = self.geometry.hidden_size, self.itemsize
         inside = max(item * (max(3 * self._m + 2 * self._routed, 6 * self._q) + 5 * h), item * 2 * h + FLOAT32 * 3 * h)
-        return inside + 2 * self._scores(row) + self._state(17, 8)
+        return inside + 2 * self._scores(row) + self._state(17, 8) + self._given * (item + 2 * FLOAT32)
 
     def _state(self, chunked: int, gated: int) -> int:
         """Return the bytes that a token takes in a layer that carries a state, by what transformers does without kernels of its
@@ -458,6 +462,17 @@ class Shapes:
         """Return the most that one GPU has of what layers have."""
         each = layers_on(len(of_layers), self.gpus)
         return max(sum(of_layers[start : start + each]) for start in range(0, len(of_layers), each))
+
+    @property
+    def _given(self) -> int:
+        """Numbers of a token that all layers are given besides its hidden states, as Gemma 4's are."""
+        return self.geometry.num_layers * getattr(self.config, "hidden_size_per_layer_input", 0)
+
+    @property
+    def _between(self) -> int:
+        """Numbers of a token between two layers: its hidden states and, where the last layers attend to them, keys and values of
+        others, in Gemma 4 E2B and E4B 1.0 and 1.2 times as many."""
+        return self.geometry.hidden_size * (3 if getattr(self.config, "num_kv_shared_layers", 0) else 1)
 
     @property
     def _q(self) -> int:

@@ -29,6 +29,8 @@ STEMS = {
     "glm4": "Glm4",
     "gemma": "Gemma",
     "gemma3_text": "Gemma3Text",
+    "gemma4_text": "Gemma4Text",
+    "gemma4_unified_text": "Gemma4UnifiedText",
     "internlm3": "InternLM3",
     "seed_oss": "SeedOss",
     "hunyuan_v1_dense": "HunYuanDenseV1",
@@ -50,7 +52,13 @@ STEMS = {
 }
 
 # The same of models that have such a language model inside, beside a vision tower.
-WRAPPER_STEMS = {"gemma3": "Gemma3", "mistral3": "Mistral3", "qwen3_5": "Qwen3_5"}
+WRAPPER_STEMS = {
+    "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
+    "gemma4_unified": "Gemma4Unified",
+    "mistral3": "Mistral3",
+    "qwen3_5": "Qwen3_5",
+}
 
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 SKIPPED = ("attention", "mlp")

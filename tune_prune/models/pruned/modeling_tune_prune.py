@@ -88,7 +88,13 @@ def _one_layer(config: PrunedConfig) -> Any:
     """A copy of `config` with one layer of the dense sizes, which the family's own class can build."""
     plain = copy.copy(config)
     plain.__dict__.pop("_heterogeneity_spec", None)  # where transformers keeps per_layer_config
-    plain.num_hidden_layers = 1
+    if hasattr(config, "num_kv_shared_layers"):  # Gemma 4's decoder counts its layers, and knows their heads
+        layers = map(config.layer_config, range(config.num_hidden_layers))
+        heads = ("head_dim", "num_key_value_heads")
+        plain.per_layer_config = {at: {name: getattr(own, name) for name in heads} for at, own in enumerate(layers)}
+        plain.intermediate_size = 1
+    else:
+        plain.num_hidden_layers = 1
     return plain
 
 
@@ -101,8 +107,9 @@ def _put_layers(decoder: Any, config: PrunedConfig) -> None:
     layers = [_pruned_layer(layer_class, config, index) for index in range(config.num_hidden_layers)]
     if any(experts.down_proj.shape[2] % 8 for experts in map(_experts, layers) if experts is not None):
         config._experts_implementation = "eager"  # the usual kernel takes rows of multiples of 16 bytes
+    stored = decoder.layers[0].state_dict()
     for name, buffer in decoder.layers[0].named_buffers():  # those of Falcon-H1's mixers are the model's to give
-        for mixer in (layer.get_submodule(name.rpartition(".")[0]) for layer in layers):
+        for mixer in (layer.get_submodule(name.rpartition(".")[0]) for layer in layers if name not in stored):
             mixer.register_buffer(name.rpartition(".")[2], buffer.clone(), persistent=False)
     decoder.layers = nn.ModuleList(layers)
     decoder.config = (
@@ -136,7 +143,7 @@ def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Mod
 
 def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTrainedModel]) -> None:
     """The same for a language model that was built by `_one_layer`."""
-    config._attn_implementation = model.config._attn_implementation
+    config._attn_implementation = {"": model.config._attn_implementation}  # that of its towers is theirs
     config._experts_implementation = model.config._experts_implementation
     model.config = config
     model.model = decoder_class(config)

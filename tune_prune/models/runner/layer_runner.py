@@ -66,23 +66,58 @@ class _Stub(nn.Module):
 
 
 class Carried:
-    """Batches on their way through the layers. `states`: hidden states [B, T, H] by any key, at first by the batches' keys."""
+    """Batches on their way through the layers. `states`: hidden states [B, T, H] by any key, at first by the batches' keys. Where
+    layers attend to keys and values of others, these stand behind the hidden states [B, T, H + 2Kd + ...] until the last layer, so
+    that gradients of states are theirs, too. `inputs`: what layers are given of each token besides, by (batch, number)."""
 
-    def __init__(self, states: MutableMapping[Hashable, Tensor]) -> None:
+    def __init__(
+        self,
+        states: MutableMapping[Hashable, Tensor],
+        inputs: MutableMapping[Hashable, Tensor],
+        shared_states: str = "",
+    ) -> None:
         self.states = states
+        self._inputs = inputs
+        self._shared_states = shared_states
+        self._kept: dict[Any, torch.Size] = {}  # of keys and values, as layers make them: [K, d] by what names them
         self._calls: dict[Hashable, list[_Call]] = {}  # a batch's key -> of every layer
         self._latest: dict[torch.Size, list[_Call]] = {}
 
     def add(self, key: Hashable, hidden: Tensor, calls: list[_Call]) -> None:
         self.states[key] = hidden
+        self._hidden_size = hidden.shape[-1]
+        for index, (args, _) in enumerate(calls):
+            if args and args[0] is not None:
+                (self._inputs[key, index],) = args
+        calls = [((), kwargs) for _, kwargs in calls]
         # Batches of one shape are mostly given the same: masks and rotary embeddings are kept once.
         known = self._latest.get(hidden.shape)
         self._calls[key] = self._latest[hidden.shape] = known if known is not None and _equal(known, calls) else calls
 
     def run(self, layer: nn.Module, index: int, key: Hashable, hidden: Tensor) -> Tensor:
         """Return what `layer`, number `index`, makes of `hidden` as a state of the batch `key`."""
-        args, kwargs = self._calls[key][index]
-        return hidden_states(layer(hidden, *args, **kwargs))
+        _, kwargs = self._calls[key][index]
+        args = (self._inputs[key, index],) if (key, index) in self._inputs else ()
+        if self._shared_states not in kwargs:
+            return hidden_states(layer(hidden, *args, **kwargs))
+        hidden, shared = self._apart(hidden, kwargs[self._shared_states])
+        hidden = hidden_states(layer(hidden, *args, **kwargs | {self._shared_states: shared}))
+        if index == len(self._calls[key]) - 1:
+            return hidden
+        for name, (keys, _) in shared.items():
+            self._kept.setdefault(name, keys.transpose(1, 2).shape[2:])
+        parts = (part.transpose(1, 2).flatten(2).to(hidden.device) for pair in shared.values() for part in pair)
+        return torch.cat([hidden, *parts], dim=-1)
+
+    def _apart(self, state: Tensor, empty: MutableMapping[Any, Any]) -> tuple[Tensor, MutableMapping[Any, Any]]:
+        """Return the hidden states of a state, and in a mapping of the kind of `empty` the keys and values [B, K, T, d]."""
+        sizes, shared = [self._hidden_size], copy.copy(empty)
+        for size in self._kept.values():  # the first ones, as so many layers have made them
+            sizes += [size.numel()] * 2 if sum(sizes) < state.shape[-1] else []
+        hidden, *parts = (part.contiguous() for part in state.split(sizes, dim=-1))
+        for (name, size), *pair in zip(self._kept.items(), parts[::2], parts[1::2], strict=False):
+            shared[name] = tuple(part.unflatten(-1, size).transpose(1, 2) for part in pair)
+        return hidden, shared
 
 
 class LayerRunner:
@@ -139,7 +174,7 @@ class LayerRunner:
 
     def embedded(self, batches: Mapping[Key, Tensor], extra: Mapping[Key, Mapping[str, Any]] | None = None) -> Carried:
         """Embed the batches, in front of layer 0. `extra`: what else the model is given with one (masks, position ids)."""
-        carried = Carried(self.states())
+        carried = Carried(self.states(), self.states(), self.family.shared_states)
         with self._start() as start:
             for key, samples in batches.items():
                 carried.add(key, *start(samples.to(self.device), **(extra or {}).get(key, {})))
@@ -168,7 +203,8 @@ class LayerRunner:
         if self.residency.weights is None:
             yield self._resident_tail
         else:
-            with self._brought(self.model.get_input_embeddings()) as parameters:
+            tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
+            with self._brought(*tables) as parameters:
                 yield self._make_tail(parameters)
 
     @contextmanager
@@ -216,11 +252,14 @@ class LayerRunner:
     def _make_tail(self, parameters: Mapping[int, nn.Parameter]) -> NextTokenLosses:
         given: list[Tensor] = []
         shell = self._shell(parameters, lambda *_: given[0])
+        per_layer = getattr(self.model.config, "hidden_size_per_layer_input", 0)
 
         def forward(states: Tensor) -> Any:
             given[:] = [states]
+            # What the layers are given of each token: else it would be looked up by what stands for embeddings here.
+            inputs = {"per_layer_inputs": torch.zeros(())} if per_layer else {}
             try:
-                return shell(inputs_embeds=states, use_cache=False)
+                return shell(inputs_embeds=states, use_cache=False, **inputs)
             finally:
                 given.clear()
 
@@ -238,10 +277,10 @@ class LayerRunner:
         return copy.deepcopy(self.model, memo)
 
     @contextmanager
-    def _brought(self, without: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    def _brought(self, *without: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
         """Bring the parameters outside the layers and `without`, on the device, by the ids of the model's own."""
         assert self.residency.weights is not None
-        others = {id(module) for part in (self._layers, without) for module in part.modules()}
+        others = {id(module) for part in (self._layers, *without) for module in part.modules()}
         needed = {
             id(p)
             for module in self.model.modules()

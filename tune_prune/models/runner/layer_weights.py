@@ -88,9 +88,10 @@ def layers_in_turn(
     """Yield number and layer, for the numbers in `order`: copies of `layers` with their `weights`, named "<prefix><number>.<name>".
     Two are in memory at a time: the one that is handed out, which is emptied when the next is asked for, and that one."""
 
-    def read(index: int) -> dict[str, nn.Parameter]:
+    def read(index: int) -> dict[str, Tensor]:
         names = (name for name, _ in layers[index].named_parameters())
-        return {name: on_device(weights[f"{prefix}{index}.{name}"], device) for name in names}
+        brought = {name: on_device(weights[f"{prefix}{index}.{name}"], device) for name in names}
+        return {**brought, **{name: buffer.to(device) for name, buffer in layers[index].named_buffers()}}
 
     with ThreadPoolExecutor(1, "next-layer") as thread:
         ahead = [thread.submit(read, order[0])]
@@ -111,7 +112,7 @@ def give_back() -> None:
         trim(0)
 
 
-def _with(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Copy `layer` with these parameters, by their names in it."""
-    memo = shared(layer)
-    return copy.deepcopy(layer, memo | {id(p): parameters[name] for name, p in layer.named_parameters()})
+def _with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Copy `layer` with these parameters and buffers, by their names in it."""
+    own = {id(one): tensors[name] for name, one in (*layer.named_parameters(), *layer.named_buffers())}
+    return copy.deepcopy(layer, shared(layer) | own)

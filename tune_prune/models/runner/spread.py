@@ -34,7 +34,8 @@ def device_map(model: PreTrainedModel, family: Family, devices: Sequence[Any]) -
     for name, module in model.named_modules():
         if not name.startswith(family.layers) and (module._parameters or module._buffers):
             behind = {id(p) for p in module.parameters(recurse=False)} - front  # rotary frequencies are no parameters
-            places[name] = devices[-1] if behind else devices[0]
+            # What Gemma 4's layers are given of each token is made in front of them.
+            places[name] = devices[-1] if behind and "per_layer" not in name else devices[0]
     return places
 
 

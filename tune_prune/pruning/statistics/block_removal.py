@@ -210,18 +210,35 @@ def _pass_layer(
         if removed < index:
             states[key] = carried.run(layer, index, batch, states[key])
         elif removed == index:
-            whole = kind == "layer"
+            whole = kind == "layer" and not family.shared_states
             states[key] = hidden if whole else carried.run(_without(layer, family, kind), index, batch, hidden)
             begun += 1
     states[batch] = carried.run(layer, index, batch, hidden)
     return begun
 
 
+class _Unheard(nn.Module):
+    """A layer, or the attention of one, that adds nothing: it is run for the keys and values that layers behind it attend to."""
+
+    def __init__(self, kind: str, block: nn.Module) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = block
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.block(hidden_states, *args, **kwargs)
+        return hidden_states if self.kind == "layer" else (torch.zeros_like(hidden_states), None)
+
+
 def _without(layer: nn.Module, family: Family, kind: str) -> nn.Module:
-    """Return `layer` without its "attention" or "mlp"; all else is its own."""
+    """Return `layer` without its "attention" or "mlp", or without what it adds at all; all else is its own."""
+    if kind == "layer":
+        return _Unheard(kind, layer)
     name = {"attention": family.attention, "mlp": family.mlp}[kind]
+    unheard = kind == "attention" and family.shared_states
     reduced = copy.copy(layer)
-    reduced._modules = {**layer._modules, name: RemovedBlock(kind, None)}
+    rest = _Unheard(kind, layer.get_submodule(name)) if unheard else RemovedBlock(kind, None)
+    reduced._modules = {**layer._modules, name: rest}
     return reduced
 
 
