@@ -2,7 +2,7 @@
 
     python scripts/study.py smollm2 --data-dir DATA             hours on two cores
     python scripts/study.py qwen2.5-coder-1.5b --data-dir DATA --dtype bfloat16 --inline
-    python scripts/study.py smollm2 --data-dir DATA --dry-run       the plan of its first step, and what it will cost
+    python scripts/study.py smollm2 --data-dir DATA --dry-run       the plans of its first two steps, and what they will cost
 
 Each step is a command of tune_prune, printed before it runs, so that any of them can be run by hand or on another machine that
 shares --storage-path. The same command again goes on where it was interrupted: finished trials are never run again, and what
@@ -37,7 +37,7 @@ from tune_prune import load_results
 from tune_prune.analysis.statistics.rules import NEEDS, RULES
 from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.files import atomic_write_bytes, atomic_write_text, to_json
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import RESULTS
 from tune_prune.data.perplexity_text import TEXT_FILE
@@ -57,13 +57,14 @@ class Study:
     def __init__(self, args: argparse.Namespace, more: list[str]) -> None:
         self.args = args
         self.results = Path(args.storage_path).absolute()
+        self.name = f"study-{args.model.replace('/', '--')}"
         self.flags = ["--model", args.model, "--storage-path", str(self.results), *more, *as_recorded(more)]
         self.flags += ["--limit", str(args.limit), "--perplexity-tokens", str(args.perplexity_tokens)]
-        if "--shape" not in more:
+        if not any(word.startswith("--shape") for word in more):
             self.flags += ["--shape", "free"]
 
     def folder(self, step: str) -> Path:
-        return self.results / f"study-{self.args.model}-{step}"
+        return self.results / f"{self.name}-{step}"
 
     def run(self) -> None:
         """Run all steps. Raises UserError for configurations to judge that no search of the study has, before anything runs."""
@@ -74,6 +75,7 @@ class Study:
                 f"--judge {unknown[0]}: neither paper_grid nor recommended has it; {did_you_mean(unknown[0], list(known))}"
             )
         ratio = self.args.pruning_ratio
+        judging = judging_data(Path(self.args.data_dir), self.results / f"{self.name}-judging", self.args.limit)
         self.search("grid", "paper_grid", "--pruning-ratio", str(ratio))
         self.search("recommended", "recommended", "--pruning-ratio", str(ratio), "--recover", "2", "--objective", "kl")
         if "--dry-run" in self.flags:
@@ -84,23 +86,23 @@ class Study:
         chosen = [self.best(rows, rule) for rows in groups for rule in RULES_OF_CHOICE]
         chosen += [known[name] for name in self.args.judge] + [pd.Series({"name": "random", "method": "random"})]
         for name, row in {row["name"]: row for row in chosen}.items():
-            self.judge("judged", name, row, [ratio])
+            self.judge("judged", judging, name, row, [ratio])
         for rows in (grid, recommended[~trained]):
             row = self.best(rows, "kl")
-            self.judge("ratios", row["name"], row, [round(ratio * times, 4) for times in RATIOS])
+            self.judge("ratios", judging, row["name"], row, [round(ratio * times, 4) for times in RATIOS])
         self.analyse()
 
     def search(self, step: str, space: str | Path, *more: str, data: Path | None = None) -> None:
         flags = ["--data-dir", str(data or self.args.data_dir), "--search-space", str(space), *more]
         command("search", *self.flags, *flags, "--name", self.folder(step).name)
 
-    def judge(self, step: str, name: str, row: pd.Series, ratios: list[float]) -> None:
+    def judge(self, step: str, data: Path, name: str, row: pd.Series, ratios: list[float]) -> None:
         """Measure one configuration on the items, the text and the draws that judge."""
-        path = self.results / f"study-{self.args.model}-{step}-{name}.yaml"
+        path = self.results / f"{self.name}-{step}-{name}.yaml"
         usual = {"search": "grid", "seq_len": 16, "num_samples": 128}  # of the grid, for a method that reads none
         listed = usual | values_of(row) | {"seed": JUDGES, "pruning_ratio": ratios}
         atomic_write_text(path, yaml.safe_dump(listed, sort_keys=False))
-        self.search(step, path, data=judging_data(Path(self.args.data_dir), self.results, self.args.limit))
+        self.search(step, path, data=data)
 
     def measured(self, step: str) -> pd.DataFrame:
         """Return the configurations of a step, trained ones among them. Raises UserError where none has a complete trial."""
@@ -117,7 +119,7 @@ class Study:
         return rows[rows["name"] == names[0]].iloc[0]
 
     def analyse(self) -> None:
-        output = Path(self.args.output or f"results/{self.args.model}")
+        output = Path(self.args.output or f"results/{self.name}")
         folders = [str(self.folder(step)) for step in ("judged", "ratios")]
         command("analysis", *folders, "--rule", "kl", "--output", str(output))
         for step in STEPS:
@@ -133,19 +135,22 @@ class Study:
         atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
 
 
-def judging_data(data: Path, results: Path, limit: int) -> Path:
-    """Write what judges: of `data` each task without its first `limit` items, the second half of the lines of the perplexity text,
-    and the other texts as they are. Returns the folder, in `results`."""
-    folder = results / "study-judging"
-    for source in sorted(path for path in data.rglob("*") if path.is_file()):
-        name = source.relative_to(data)
-        if name.parts[0] not in ("tasks", "text"):
-            continue
-        lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
-        skipped = limit if name.parts[0] == "tasks" else len(lines) // 2 * (name == TEXT_FILE)
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(target, "".join(lines[skipped:]))
+def judging_data(data: Path, folder: Path, limit: int) -> Path:
+    """Write to `folder` what judges: of `data` each task without its first `limit` items, the second half of the lines of the
+    perplexity text, and all else as it is. Returns the folder. Raises UserError where a task has not twice as many items."""
+    for source in sorted(path for name in ("tasks", "text") for path in (data / name).rglob("*") if path.is_file()):
+        name, content = source.relative_to(data), source.read_bytes()
+        lines = content.splitlines(keepends=True)  # of bytes: at line feeds and carriage returns alone
+        if source.suffix == ".jsonl":
+            if len(lines) < 2 * limit:
+                raise UserError(
+                    f"{source} has {len(lines)} items, half of which choose; lower --limit to {len(lines) // 2}"
+                )
+            content = b"".join(lines[limit:])
+        elif name == TEXT_FILE:
+            content = b"".join(lines[len(lines) // 2 :])
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(folder / name, content)
     return folder
 
 
@@ -202,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
         help="configurations that are judged, too, e.g. those that other models chose: taylor-s256-n128",
     )  # fmt: skip
     p.add_argument("--storage-path", type=folder, default="ray_results", metavar="DIR", help="default: %(default)s")
-    p.add_argument("--output", metavar="DIR", help="default: results/MODEL")
+    p.add_argument("--output", metavar="DIR", help="default: results/study-MODEL")
     return p
 
 

@@ -67,7 +67,7 @@ GRANITE4: dict[str, Any] = {
     "num_local_experts": 0,
     "intermediate_size": 24,  # of experts, which there are none
     "shared_intermediate_size": 40,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "layer_types": ["mamba", "attention"] * 2,  # as on the hub; from 5.16 on transformers calls them otherwise
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 8,

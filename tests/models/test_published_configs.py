@@ -265,8 +265,7 @@ def test_a_pruned_model_of_it_loads_and_gives_what_it_gave_in_memory(name: str, 
         assert (found - expected).abs().max() <= 1e-5 < (expected - logits(own)).abs().max()
         saved = json.loads((tmp_path / shape / "config.json").read_text())
         assert saved["dtype"] == PUBLISHED[name].get("torch_dtype", PUBLISHED[name].get("dtype"))
-        if shape == "uniform":  # which older programs read, too
-            assert saved.get("layer_types") == PUBLISHED[name].get("layer_types", saved.get("layer_types"))
+        assert saved.get("layer_types") == PUBLISHED[name].get("layer_types", saved.get("layer_types"))
         assert saved["model_type"] == "tune_prune_" * (shape == "free") + PUBLISHED[name]["model_type"]
 
 

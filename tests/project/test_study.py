@@ -41,7 +41,7 @@ def rows(configurations: list[tuple[str, float, float]], **of_all: Any) -> Simpl
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     folder = tmp_path / "DATA"
-    for name in ("tasks/piqa/validation.jsonl", "text/wikitext2-raw.test.txt", "text/mine.txt"):
+    for name in ("tasks/piqa/validation.jsonl", "tasks/piqa/task.yaml", "text/wikitext2-raw.test.txt", "text/mine.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(f"{line}\n" for line in range(10)))
     return folder
@@ -113,7 +113,7 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
     assert [space["pruning_ratio"] for space in spaces] == [(0.1,)] * 7 + [(0.05, 0.15)] * 2
     args = analysis_parser().parse_args(analysis[1:])
     assert [Path(folder).name for folder in args.folders] == ["study-smollm2-judged", "study-smollm2-ratios"]
-    output = tmp_path / "results" / "smollm2"
+    output = tmp_path / "results" / "study-smollm2"
     for step in study.STEPS:  # as the search has written it, but for where it ran
         assert (output / f"{step}.csv").read_text() == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
     assert json.loads((output / "dense.json").read_text()) == {"acc_mean": 0.42}
@@ -127,6 +127,7 @@ def test_what_judges_has_not_chosen(commands: Any, data: Path) -> None:
     read = {str(path.relative_to(judging)): path.read_text().split() for path in judging.rglob("*.*")}
     assert read == {
         "tasks/piqa/validation.jsonl": list("3456789"),
+        "tasks/piqa/task.yaml": list("0123456789"),
         "text/wikitext2-raw.test.txt": list("56789"),
         "text/mine.txt": list("0123456789"),
     }
@@ -139,3 +140,8 @@ def test_the_plan_alone(commands: Any) -> None:
 def test_a_configuration_of_no_space_is_refused(commands: Any) -> None:
     with pytest.raises(UserError, match=r"--judge taylor-s1-n1: neither paper_grid nor recommended has it"):
         commands("--judge", "taylor-s1-n1")
+
+
+def test_too_few_items_to_judge_by_are_refused_before_any_search(commands: Any) -> None:
+    with pytest.raises(UserError, match=r"validation.jsonl has 10 items, half of which choose; lower --limit to 5"):
+        commands("--limit", "6")

@@ -213,6 +213,10 @@ def write_hf(
         _change_json(folder / "config.json", {"quantization_config": stored.config})
     if type(language_model) is type(dense.model) and not dense.family.own_heads:  # Gemma 4 has no older names
         _add_older_names(folder / "config.json")
+    if dense.family.model_type == "granitemoehybrid":
+        older = {"linear_attention": "mamba", "full_attention": "attention"}  # before transformers 5.16, and on the hub
+        kinds = [older.get(kind, kind) for kind in language_model.config.layer_types]
+        _change_json(folder / "config.json", {"layer_types": kinds})
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)  # safetensors writes them for their owner alone
     _write_tokenizer(dense, folder, stock="auto_map" not in saved.model.config.to_dict())
@@ -237,9 +241,6 @@ def _add_older_names(path: Path) -> None:
         changes["num_experts"] = values["num_local_experts"]
     if values["model_type"] == "lfm2":
         changes["block_ff_dim"] = values["intermediate_size"]
-    if "granitemoehybrid" in values["model_type"]:
-        older = {"linear_attention": "mamba", "full_attention": "attention"}
-        changes["layer_types"] = [older[kind] for kind in values["layer_types"]]
     _change_json(path, changes)
 
 

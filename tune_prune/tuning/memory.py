@@ -445,10 +445,8 @@ class Shapes:
         own: so many float32 numbers for each head and token of its chunk (Mamba-2), or for each of its values (gated delta rule).
         The factors are those of a layer of Falcon-H1 1.5B's and of Qwen3.5 4B's sizes, measured on a CPU."""
         config = self.config
-        if set(getattr(config, "layer_types", None) or ()) == {
-            "full_attention"
-        }:  # Granite 4.0 micro, which states sizes of Mamba
-            return 0
+        if set(getattr(config, "layer_types", None) or ("",)) <= {"attention", "full_attention"}:
+            return 0  # Granite 4.0 micro has no Mamba layer, and states sizes of them
         chunk = getattr(config, "mamba_chunk_size", 0) * getattr(config, "mamba_n_heads", 0)
         values = getattr(config, "linear_num_value_heads", 0) * getattr(config, "linear_value_head_dim", 0)
         return FLOAT32 * (chunked * chunk + gated * values)
