@@ -135,6 +135,17 @@ def tables_of_recipes() -> Iterator[str]:
 
 
 @shown_on("docs/studies/quality.md")
+def losses_of_scores() -> Iterator[str]:
+    for row in record("smollm2-135m/losses")["rows"]:
+        cells = []
+        for measure, digits in (("kl_text", 3), ("kl_tasks", 3), ("gold", 2)):
+            cells.append(f"{row[measure]:.{digits}f}")
+            if f"{measure}_change" in row:
+                cells[-1] += f" ({row[f'{measure}_change']:+.{digits}f} ± {row[f'{measure}_stderr']:.{digits}f})"
+        yield f"| {row['draws']} | {' | '.join(cells)} |"
+
+
+@shown_on("docs/studies/quality.md")
 def masks() -> Iterator[str]:
     names = {"wanda": "Wanda", "sparsegpt": "SparseGPT"}
     for row in record("smollm2-135m/masks")["rows"]:
