@@ -110,3 +110,19 @@ def test_in_bfloat16_squares_are_summed_in_float64(tiny):
     once, often = collected("gate_fisher", model, sample), collected("gate_fisher", model, sample.expand(64, -1))
     for one, other in zip(once.mlp, often.mlp, strict=True):
         np.testing.assert_allclose(one, other, rtol=0.05)
+
+
+def test_the_gate_of_an_only_group_is_behind_the_norm_behind_it(tiny):
+    """In front of that norm it would change nothing, and whole attentions would seem to cost nothing."""
+    model, samples = tiny("gemma3_text", torch.float64, num_key_value_heads=1), windows(5)
+    gates = [torch.ones((), dtype=torch.float64, requires_grad=True) for _ in model.model.layers]
+    handles = [
+        layer.post_attention_layernorm.register_forward_hook(lambda _, __, output, gate=gate: output * gate)
+        for layer, gate in zip(model.model.layers, gates, strict=True)
+    ]
+    squares = torch.tensor([torch.autograd.grad(loss(model, sample), gates) for sample in samples]).square().mean(0)
+    for handle in handles:
+        handle.remove()
+    found = np.concatenate(collected("gate_fisher", model, samples).attention)
+    np.testing.assert_allclose(found, squares.numpy(), rtol=near("gemma3_text", 1e-9))
+    assert squares.min() > 1e-6

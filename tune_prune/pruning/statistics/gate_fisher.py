@@ -7,6 +7,9 @@ s_n is the derivative of sample n's mean next-token loss by a factor in front of
 of the Fisher information of these factors (Theis et al. 2018, arXiv:1801.05787; Molchanov et al. 2019, arXiv:1906.10771, of
 weights). Gradients of activations only: no sums of gradients of weights are kept.
 
+Where a norm stands behind o, the factor of the only group of an attention is behind that norm (x its output): in front of it, it
+would change nothing, s_n would be 0, and whole attentions would go first.
+
 An expert has its factor from the router, the weight w_t of token t. So in a mixture of experts, with f(x) the expert's output and
 y the mixture's,
 
@@ -44,14 +47,22 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
             device = next(mlp.parameters()).device
             for width in (family.kv_heads(layer), members):
                 self.sums.append(torch.zeros(width, dtype=torch.float64, device=device))
-            self.watched += [part.get("output"), mlp]
+            only = family.output_norms and family.kv_heads(layer) == 1
+            output = layer.get_submodule(family.output_norms[0]) if only else part.get("output")
+            self.watched += [output, mlp]
 
     def __enter__(self) -> _Squares:
-        self.handles = [
-            module.register_forward_pre_hook((self._watch if isinstance(module, nn.Linear) else self._gates)(total))
-            for module, total in zip(self.watched, self.sums, strict=True)
-            if module is not None  # an attention that stays whole
-        ]
+        self.handles = []
+        for index, (module, total) in enumerate(zip(self.watched, self.sums, strict=True)):
+            if isinstance(module, nn.Linear):
+                self.handles.append(module.register_forward_pre_hook(self._inputs(total)))
+            elif module is not None:  # experts, or a norm behind o; None: an attention that stays whole
+                experts = index % 2 == 1
+                self.handles.append(
+                    module.register_forward_pre_hook(self._gates(total))
+                    if experts
+                    else module.register_forward_hook(self._outputs(total))
+                )
         self.handles += [block.register_forward_pre_hook(self._count) for block in self.mixtures]
         return self
 
@@ -59,26 +70,27 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
         for handle in self.handles:
             handle.remove()
 
+    def _inputs(self, total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda _, args: self._watch(total, args[0])
+
+    def _outputs(self, total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        return lambda _, __, output: self._watch(total, output)
+
     @staticmethod
-    def _watch(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """Return a hook that adds to `total` when the gradient of a projection's inputs [B, T, inputs] is there."""
+    def _watch(total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add to `total` when the gradient of `x` [B, T, all groups' inputs] is there."""
+        if not torch.is_grad_enabled():
+            return
+        if not x.requires_grad:
+            x.requires_grad_(True)  # nothing in front of it does: the first layer's attention
+        values = x.detach()
 
-        def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0]
-            if not torch.is_grad_enabled():
-                return
-            if not x.requires_grad:
-                x.requires_grad_(True)  # nothing in front of it does: the first layer's attention
-            values = x.detach()
+        def add(gradient: torch.Tensor) -> None:
+            wide = torch.promote_types(values.dtype, torch.float32)
+            products = (values.to(wide) * gradient.to(wide)).sum(1, dtype=torch.float64)  # [B, inputs]
+            total.add_(products.view(len(products), len(total), -1).sum(2).square().sum(0))
 
-            def add(gradient: torch.Tensor) -> None:
-                wide = torch.promote_types(values.dtype, torch.float32)
-                products = (values.to(wide) * gradient.to(wide)).sum(1, dtype=torch.float64)  # [B, inputs]
-                total.add_(products.view(len(products), len(total), -1).sum(2).square().sum(0))
-
-            x.register_hook(add)
-
-        return hook
+        x.register_hook(add)
 
     def _count(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self.samples = len(args[0])
