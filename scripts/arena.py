@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
+from bench_common import machine
 from script_tools import COUNT, FROM_ZERO, script_parser, table
 
 from tune_prune.core.ending import exit_code
@@ -227,16 +228,18 @@ def run(args: argparse.Namespace) -> None:
     names = args.only.split(",") if args.only else list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
         raise UserError(f"--only names {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    args.output.mkdir(parents=True, exist_ok=True)
-    args.work.mkdir(parents=True, exist_ok=True)
     settings = {name: getattr(args, name) for name in SETTINGS}
+    for folder in (args.output, args.work):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "settings.json"
+        if file.is_file() and (before := parse_json(file)) != settings:
+            raise UserError(f"{folder} is of other settings ({before}); name new folders by --output and --work")
+        atomic_write_text(file, to_json(settings))
     for name in ["dense", *(name for name in names if name != "dense")]:
         file = args.output / f"{name}.json"
         if not file.is_file():
             print(f"{ROWS[name].title} ...", flush=True)
-            atomic_write_text(file, to_json({"settings": settings, **measure(args, name)}))
-        elif (before := parse_json(file)["settings"]) != settings:
-            raise UserError(f"{file} is of other settings ({before}); name another folder by --output, and by --work")
+            atomic_write_text(file, to_json({"machine": machine(), **measure(args, name)}))
     rows = read(args.output)
     print(f"\n{table([HEAD, *(cells(row, rows['dense']) for row in rows.values())])}")
 

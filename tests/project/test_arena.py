@@ -143,17 +143,45 @@ def test_bad_input_is_refused_in_a_sentence(refused, data: Path, tmp_path: Path)
     flags = ("--data-dir", data, "--work", tmp_path / "work", "--output", tmp_path / "out")
     assert "--only names sparse; there are dense, " in refused(arena.main, *flags, "--only", "taylor,sparse")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "dense.json").write_text(json.dumps({"settings": {"ratio": 0.3}}))
-    assert "dense.json is of other settings ({'ratio': 0.3})" in refused(arena.main, *flags, "--only", "dense")
+    (tmp_path / "out" / "settings.json").write_text('{"ratio": 0.3}')
+    assert "out is of other settings ({'ratio': 0.3})" in refused(arena.main, *flags, "--only", "dense")
 
 
-def test_a_peer_at_another_commit_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "FLAP"
-    folder.mkdir()
-    for command in ("init", "-c user.name=a -c user.email=a commit --allow-empty -m other"):
-        subprocess.run(["git", *command.split()], cwd=folder, check=True, capture_output=True)
-    with pytest.raises(tune_prune.UserError, match=f"FLAP is at commit .*, and {arena.FLAP.commit} is wanted"):
-        arena.checkout(arena.FLAP, tmp_path)
+def test_a_peer_is_cloned_at_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a repository that git is told to take for the one on GitHub; a checkout at another commit is refused."""
+    upstream = tmp_path / "github" / "them" / "Peer"
+    upstream.mkdir(parents=True)
+
+    def git(folder: Path, *words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a")
+        return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+    git(upstream, "init")
+    for name in ("first", "second"):
+        (upstream / name).write_text(name)
+        git(upstream, "add", name)
+        git(upstream, "commit", "-m", name)
+    config = tmp_path / "gitconfig"
+    config.write_text(f'[url "file://{tmp_path}/github/"]\n\tinsteadOf = https://github.com/\n')
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    source = arena.Source("them/Peer", git(upstream, "rev-parse", "HEAD~1").strip(), "src")
+    for _ in range(2):
+        assert arena.checkout(source, tmp_path / "work") == tmp_path / "work" / "Peer" / "src"
+    assert [file.name for file in (tmp_path / "work" / "Peer").iterdir() if file.is_file()] == ["first"]
+    git(tmp_path / "work" / "Peer", "checkout", git(upstream, "rev-parse", "HEAD").strip())
+    with pytest.raises(tune_prune.UserError, match=f"Peer is at commit .*, and {source.commit} is wanted"):
+        arena.checkout(source, tmp_path / "work")
+
+
+def test_the_page_names_the_code_that_is_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "studies" / "arena.md").read_text(encoding="utf-8")
+    sources = {row.source for row in arena.ROWS.values() if row.source}
+    assert len(sources) == 3
+    for source in sources:
+        row = next(line for line in page.splitlines() if f"(https://github.com/{source.repository})" in line)
+        assert f"| {source.commit[:7]} |" in row
+    versions = dict(package.split("==") for package in arena.PACKAGES)
+    assert f"transformers {versions['transformers']}" in page and f"| {versions['torch-pruning']} of PyPI |" in page
 
 
 @pytest.mark.slow
@@ -171,4 +199,6 @@ def test_rows_are_made_once(data: Path, tmp_path: Path, capfd: pytest.CaptureFix
     table = capfd.readouterr().out.split("\n\n")[-1]
     shutil.rmtree(tmp_path / "work")
     assert arena.main(argv) == 0
-    assert capfd.readouterr().out.split("\n\n")[-1] == table and not list((tmp_path / "work").iterdir())
+    assert capfd.readouterr().out.split("\n\n")[-1] == table and [
+        file.name for file in (tmp_path / "work").iterdir()
+    ] == ["settings.json"]
