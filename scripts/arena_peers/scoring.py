@@ -49,11 +49,12 @@ def choice_logprobs(model: nn.Module, question: Question) -> list[float]:
     """Return the log-probability of each choice behind its question, the sum over its tokens, in nats."""
     longest = max(len(tokens) for tokens, _ in question.choices)
     rows = [pad(torch.tensor(tokens), (0, longest - len(tokens))) for tokens, _ in question.choices]
-    predicted = logits(model, torch.stack(rows)).log_softmax(-1)
+    predicted = logits(model, torch.stack(rows))
     values = []
     for row, (tokens, count) in zip(predicted, question.choices, strict=True):
         begin, end = len(tokens) - count, len(tokens)
-        values.append(row[begin - 1 : end - 1].gather(1, torch.tensor(tokens[begin:])[:, None]).sum().item())
+        of_choice = row[begin - 1 : end - 1].log_softmax(-1)
+        values.append(of_choice.gather(1, torch.tensor(tokens[begin:])[:, None]).sum().item())
     return values
 
 
