@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+import arena
 import front_chart
 import pandas as pd
 import pytest
@@ -180,6 +181,13 @@ def quantised_files() -> Iterator[str]:
     for row in record("quantised")["rows"]:
         values = f"{row['ppl']:.2f} | {row['kl_text']:.3f} | {row['kl_tasks']:.3f} | {row['gold_logprob']:.2f}"
         yield f"| {row['model']} | {row['kind'].upper()} | {row['bytes'] / 1e6:.0f} | {values} |"
+
+
+@shown_on("docs/studies/arena.md")
+def arena_of_peers() -> Iterator[str]:
+    rows = arena.read(STUDIES / "arena")
+    for row in rows.values():
+        yield f"| {' | '.join(arena.cells(row, rows['dense']))} |"
 
 
 @shown_on("docs/studies/embedded/README.md")
