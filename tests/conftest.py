@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 
 from tests.s3_server import Server, running
 from tune_prune import embedded
@@ -287,8 +287,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GRANITE4, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
 }
-# transformers 5.10, the oldest that pyproject.toml admits, does not know InternLM3 yet.
-VARIANTS = {name: variant for name, variant in VARIANTS.items() if variant[0] in CONFIG_MAPPING}
+# transformers 5.10, the oldest that pyproject.toml admits, does not know InternLM3 yet, and there Falcon-H1 takes a single token with
+# a cache for two.
+VARIANTS = {
+    name: variant
+    for name, variant in VARIANTS.items()
+    if variant[0] in CONFIG_MAPPING and not (variant[0] == "falcon_h1" and __version__.startswith("5.10."))
+}
 # Those that differ from others in nothing that statistics and compensation see: only slow tests of these walk them.
 ALIKE = ("internlm3", "seed_oss", "ernie4_5", "cwm", "ministral", "olmo", "cohere", "olmo3", "gemma4_unified_text")
 
