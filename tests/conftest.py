@@ -287,8 +287,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GRANITE4, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
 }
-# transformers 5.10, the oldest that pyproject.toml admits, does not know InternLM3 yet, and there Falcon-H1 takes a single token with
-# a cache for two.
+# transformers 5.10, the oldest that pyproject.toml admits, does not know InternLM3 yet, and there Falcon-H1 takes a single token
+# with a cache for two.
 VARIANTS = {
     name: variant
     for name, variant in VARIANTS.items()
