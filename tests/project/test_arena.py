@@ -196,9 +196,8 @@ def test_rows_are_made_once(data: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert rows["shortgpt"]["parameters"] / rows["dense"]["parameters"] == pytest.approx(0.8445, abs=1e-4)
     assert rows["taylor"]["parameters"] / rows["dense"]["parameters"] == pytest.approx(0.8, abs=0.005)
     assert all(row["cpu_s"] > 0 and row["peak_gib"] > 0.1 for name, row in rows.items() if name != "dense")
-    table = capfd.readouterr().out.split("\n\n")[-1]
+    table = capfd.readouterr().out.split("\n\n")[-1].lstrip("\n")
     shutil.rmtree(tmp_path / "work")
     assert arena.main(argv) == 0
-    assert capfd.readouterr().out.split("\n\n")[-1] == table and [
-        file.name for file in (tmp_path / "work").iterdir()
-    ] == ["settings.json"]
+    assert capfd.readouterr().out.lstrip("\n") == table
+    assert [file.name for file in (tmp_path / "work").iterdir()] == ["settings.json"]
