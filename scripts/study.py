@@ -67,7 +67,8 @@ class Study:
         return self.results / f"{self.name}-{step}"
 
     def run(self) -> None:
-        """Run all steps. Raises UserError for configurations to judge that no search of the study has, before anything runs."""
+        """Run all steps. Raises UserError, before anything runs, for configurations to judge that no search of the study has, and
+        for tasks of fewer than twice --limit items."""
         configs = [config for name in ("paper_grid", "recommended") for config in search_space.load(name).configs()]
         known = {config.name: pd.Series(vars(config) | {"name": config.name}) for config in configs}
         if unknown := [name for name in self.args.judge if name not in known]:

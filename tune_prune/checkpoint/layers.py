@@ -244,10 +244,7 @@ def as_saved(pruned: Sketch, dense: PreTrainedModel, family: Family, geometry: G
     fused.take_apart(built, family)
     lost = pruned.model.state_dict().keys() - built.state_dict().keys()
     assert not lost, f"the saved model has no place for {sorted(lost)}"
-    for (
-        name,
-        buffer,
-    ) in pruned.model.named_buffers():  # rotary frequencies and factors of layers, with no weights of their own
+    for name, buffer in pruned.model.named_buffers():  # rotary frequencies, factors of layers
         parent, _, attribute = name.rpartition(".")
         setattr(built.get_submodule(parent), attribute, buffer)
     built.tie_weights()

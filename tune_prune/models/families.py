@@ -166,9 +166,14 @@ class Family:
         return [module for module in (keys, values or keys) if isinstance(module, nn.Linear) and module.in_features]
 
 
-# Layers of two head sizes, the last of which attend to keys and values of others.
-GEMMA4: dict[str, Any] = {
+# Norms of queries and keys span all heads: without some of them the scale of the others would change.
+OLMO2: dict[str, Any] = {
     "prunes": ("mlp",),
+    "layer_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "output_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+# Four norms a layer.
+GEMMA_NORMS: dict[str, Any] = {
     "layer_norms": (
         "input_layernorm",
         "post_attention_layernorm",
@@ -176,6 +181,11 @@ GEMMA4: dict[str, Any] = {
         "post_feedforward_layernorm",
     ),
     "output_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+# Layers of two head sizes, the last of which attend to keys and values of others.
+GEMMA4: dict[str, Any] = {
+    **GEMMA_NORMS,
+    "prunes": ("mlp",),
     "shared_states": "shared_kv_states",
     "own_heads": True,
     "bos": True,
@@ -216,13 +226,7 @@ FAMILIES = {
         Family(
             "gemma3_text",
             head_norms=("q_norm", "k_norm"),
-            layer_norms=(
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ),
-            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            **GEMMA_NORMS,
             heads_divide_hidden=True,
             bos=True,
         ),
@@ -243,19 +247,8 @@ FAMILIES = {
             layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
             output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         ),
-        # Their norms of queries and keys span all heads: without some of them the scale of the others would change.
-        Family(
-            "olmo2",
-            prunes=("mlp",),
-            layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        ),
-        Family(
-            "olmo3",
-            prunes=("mlp",),
-            layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        ),
+        Family("olmo2", **OLMO2),
+        Family("olmo3", **OLMO2),
         # Three of four layers are linear attention, and the queries of the fourth have gates.
         Family("qwen3_5_text", prunes=("mlp",), recurrent=True),
         Family(

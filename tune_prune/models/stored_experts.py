@@ -1,4 +1,5 @@
-"""Weights of experts as files hold them: three matrices of each, and not stacked as models have them.
+"""Tensors of a model by the names that they have in files: parameters and stored buffers, and of each expert three matrices, which
+models have stacked.
 
     model.layers.0.mlp.experts.gate_up_proj [E, 2m, H]      model.layers.0.mlp.experts.7.gate_proj.weight [m, H], ....up_proj....
     model.layers.0.mlp.experts.down_proj [E, H, m]          model.layers.0.mlp.experts.7.down_proj.weight [H, m]

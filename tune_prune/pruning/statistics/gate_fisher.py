@@ -31,7 +31,8 @@ from tune_prune.pruning.passes.gradient_pass import GroupInformation, Sums
 
 
 class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
-    """Sums of s_n^2 of `layers`, float64 [K] and [M] each; filled by hooks on the inputs of o and down, or of the experts."""
+    """Sums of s_n^2 of `layers`, float64 [K] and [M] each; filled by hooks on the inputs of o and down, the output of a
+    norm, or the weights of experts."""
 
     def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
         self.family = family
@@ -54,15 +55,15 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
     def __enter__(self) -> _Squares:
         self.handles = []
         for index, (module, total) in enumerate(zip(self.watched, self.sums, strict=True)):
+            if module is None:
+                continue  # an attention that stays whole
             if isinstance(module, nn.Linear):
-                self.handles.append(module.register_forward_pre_hook(self._inputs(total)))
-            elif module is not None:  # experts, or a norm behind o; None: an attention that stays whole
-                experts = index % 2 == 1
-                self.handles.append(
-                    module.register_forward_pre_hook(self._gates(total))
-                    if experts
-                    else module.register_forward_hook(self._outputs(total))
-                )
+                handle = module.register_forward_pre_hook(self._inputs(total))
+            elif index % 2:  # experts
+                handle = module.register_forward_pre_hook(self._gates(total))
+            else:  # the norm behind o
+                handle = module.register_forward_hook(self._outputs(total))
+            self.handles.append(handle)
         self.handles += [block.register_forward_pre_hook(self._count) for block in self.mixtures]
         return self
 
