@@ -1,7 +1,7 @@
 """The study of a real model: what of the published grid is best on it, and what recommended.yaml gives beside that.
 
     python scripts/study.py smollm2 --data-dir DATA             hours on two cores
-    python scripts/study.py qwen2.5-coder-1.5b --data-dir DATA --dtype bfloat16 --inline
+    python scripts/study.py qwen2.5-coder-1.5b --data-dir DATA --inline
     python scripts/study.py smollm2 --data-dir DATA --dry-run       the plans of its first two steps, and what they will cost
 
 Each step is a command of tune_prune, printed before it runs, so that any of them can be run by hand or on another machine that
@@ -9,11 +9,11 @@ shares --storage-path. The same command again goes on where it was interrupted: 
 other experiments of --storage-path have computed is taken from there.
 
 Chosen on the first --limit items of each task, the first --perplexity-tokens of the text, and draw 0 of calibration samples:
-1 grid         the 45 configurations of paper_grid
+1 grid         the 45 configurations of paper_grid, or --grid: another search space, or the CSV of an earlier grid
 2 recommended  those of recommended.yaml, and the two nearest to the dense model trained
 Judged on the next --limit items, the second half of the text, and draws 1, 2 and 3:
-3 judged       the best of each method of the grid, and the best of recommended.yaml without and with training, by right answers and
-               by KL; random removal; --judge, what other models chose
+3 judged       the best of the grid and of recommended.yaml, without and with training, by right answers and by KL; random removal;
+               --judge, what other models chose
 4 ratios       the best of the grid and of recommended.yaml by KL with half as much removed, and half as much again
 5 analysis     of what was judged: report.html, figures, tables, a CSV of each step and what is regained, to --output
 """
@@ -34,6 +34,8 @@ from quality_table import markdown, rows_of
 from script_tools import script_parser
 
 from tune_prune import load_results
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.statistics.rules import NEEDS, RULES
 from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError, did_you_mean
@@ -58,6 +60,7 @@ class Study:
         self.args = args
         self.results = Path(args.storage_path).absolute()
         self.name = f"study-{args.model.replace('/', '--')}"
+        self.earlier = Path(args.grid) if args.grid.endswith(".csv") else None
         self.flags = ["--model", args.model, "--storage-path", str(self.results), *more, *as_recorded(more)]
         self.flags += ["--limit", str(args.limit), "--perplexity-tokens", str(args.perplexity_tokens)]
         if not any(word.startswith("--shape") for word in more):
@@ -77,13 +80,14 @@ class Study:
             )
         ratio = self.args.pruning_ratio
         judging = judging_data(Path(self.args.data_dir), self.results / f"{self.name}-judging", self.args.limit)
-        self.search("grid", "paper_grid", "--pruning-ratio", str(ratio))
+        if self.earlier is None:
+            self.search("grid", self.args.grid, "--pruning-ratio", str(ratio))
         self.search("recommended", "recommended", "--pruning-ratio", str(ratio), "--recover", "2", "--objective", "kl")
         if "--dry-run" in self.flags:
             return
         grid, recommended = self.measured("grid"), self.measured("recommended")
         trained = recommended["recovery"] != "none"
-        groups = [*(rows for _, rows in grid.groupby("method")), recommended[~trained], recommended[trained]]
+        groups = [grid, recommended[~trained], recommended[trained]]
         chosen = [self.best(rows, rule) for rows in groups for rule in RULES_OF_CHOICE]
         chosen += [known[name] for name in self.args.judge] + [pd.Series({"name": "random", "method": "random"})]
         for name, row in {row["name"]: row for row in chosen}.items():
@@ -107,9 +111,13 @@ class Study:
 
     def measured(self, step: str) -> pd.DataFrame:
         """Return the configurations of a step, trained ones among them. Raises UserError where none has a complete trial."""
-        rows = [model.eligible for model in load_results(self.folder(step)).findings.models.values()]
+        if earlier := step == "grid" and self.earlier:
+            findings = find(read_study([], [(self.args.model, earlier)]), "kl")
+        else:
+            findings = load_results(self.folder(step)).findings
+        rows = [model.eligible for model in findings.models.values()]
         if not rows or all(part.empty for part in rows):
-            raise UserError(f"the model has no complete trial in {self.folder(step)}; look into its ledger")
+            raise UserError(f"the model has no complete trial in {earlier or self.folder(step)}; look into its ledger")
         return pd.concat(rows, ignore_index=True)
 
     @staticmethod
@@ -124,7 +132,8 @@ class Study:
         folders = [str(self.folder(step)) for step in ("judged", "ratios")]
         command("analysis", *folders, "--rule", "kl", "--output", str(output))
         for step in STEPS:
-            published = pd.read_csv(self.folder(step) / RESULTS, dtype=str, keep_default_na=False)
+            path = self.earlier if step == "grid" and self.earlier else self.folder(step) / RESULTS
+            published = pd.read_csv(path, dtype=str, keep_default_na=False)
             published[list(OF_MACHINE)] = ""
             atomic_write_text(output / f"{step}.csv", published.to_csv(index=False, lineterminator="\n"))
         grid = self.measured("grid")
@@ -132,7 +141,7 @@ class Study:
             rows = rows_of([str(self.folder("judged"))], self.best(grid, rule)["name"])
             atomic_write_text(output / f"regained_{rule}.json", to_json(rows))
             print(f"\nbeside the best of the grid by {rule}:\n\n{markdown(rows)}")
-        (model,) = load_results(self.folder("grid")).findings.study.models.values()
+        (model,) = load_results(self.folder("recommended")).findings.study.models.values()
         atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
 
 
@@ -167,8 +176,8 @@ def values_of(row: pd.Series) -> dict[str, Any]:
 
 
 def as_recorded(more: list[str]) -> list[str]:
-    """Return the data type that the records of docs/studies were made in, unless the further flags name one."""
-    return [] if any(word.startswith("--dtype") for word in more) else ["--dtype", "float32"]
+    """Return the data type of the protocol, unless the further flags name one."""
+    return [] if any(word.startswith("--dtype") for word in more) else ["--dtype", "bfloat16"]
 
 
 def command(name: str, *flags: str) -> None:
@@ -194,11 +203,15 @@ def names_of(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    more = "Further flags go to every search: --inline, --dtype bfloat16, --address auto, --dry-run, --gpus-per-trial 0.5, ..."
+    more = "Further flags go to every search: --inline, --dtype float32, --address auto, --dry-run, --gpus-per-trial 0.5, ..."
     p = script_parser(__doc__, allow_abbrev=False, epilog=more)
     p.add_argument("model", metavar="MODEL", help="an alias, e.g. smollm2, gemma3-270m, qwen2.5-coder-1.5b")
     p.add_argument("--data-dir", required=True, type=folder, metavar="DIR", help="task and text files (docs/data.md)")
     p.add_argument("--pruning-ratio", type=float, default=0.2, metavar="R", help="default: %(default)s")
+    p.add_argument(
+        "--grid", default="paper_grid", metavar="SPACE",
+        help="search space of the grid, or the CSV of one that was run on the same items (default: %(default)s)",
+    )  # fmt: skip
     p.add_argument("--limit", type=int, default=100, metavar="N", help="items of each task (default: %(default)s)")
     p.add_argument(
         "--perplexity-tokens", type=int, default=16384, metavar="N", help="of each text (default: %(default)s)"

@@ -92,10 +92,11 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
     *searches, analysis = commands("--inline", "--pruning-ratio", "0.1", "--judge", "blockwise-s16-n128")
     asked = [search.parser().parse_args(words[1:]) for words in searches]
     assert [args.name.removeprefix("study-smollm2-") for args in asked] == [
-        *("grid", "recommended"), *["judged"] * 7, *["ratios"] * 2,
+        *("grid", "recommended"), *["judged"] * 6, *["ratios"] * 2,
     ]  # fmt: skip
     for args in asked:
         assert (args.limit, args.perplexity_tokens, args.inline, args.shape) == (3, 16384, True, "free")
+        assert args.dtype == "bfloat16"
         assert args.draws is None and args.seeds is None
     chosen, judged = asked[:2], asked[2:]
     assert {args.data_dir for args in chosen} == {str(data)}
@@ -104,13 +105,13 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
     spaces: list[dict[str, Any]] = [search_space.load(args.search_space).values for args in judged]
     assert all(space["seed"] == (1, 2, 3) for space in spaces)
     assert [(*space["method"], *space["seq_len"], *space["num_samples"]) for space in spaces] == [
-        ("layerwise", 32, 256), ("taylor", 256, 512), ("taylor", 256, 128),  # of each method by right answers and by KL
+        ("layerwise", 32, 256), ("taylor", 256, 128),  # by right answers and by KL
         ("gate_fisher", 128, 512), ("gate_fisher", 128, 512),
         ("blockwise", 16, 128), ("random", 16, 128),
         ("taylor", 256, 128), ("gate_fisher", 128, 512),
     ]  # fmt: skip
-    assert [space["recovery"] for space in spaces[3:5]] == [("none",), ("lora",)]
-    assert [space["pruning_ratio"] for space in spaces] == [(0.1,)] * 7 + [(0.05, 0.15)] * 2
+    assert [space["recovery"] for space in spaces[2:4]] == [("none",), ("lora",)]
+    assert [space["pruning_ratio"] for space in spaces] == [(0.1,)] * 6 + [(0.05, 0.15)] * 2
     args = analysis_parser().parse_args(analysis[1:])
     assert [Path(folder).name for folder in args.folders] == ["study-smollm2-judged", "study-smollm2-ratios"]
     output = tmp_path / "results" / "study-smollm2"
@@ -119,6 +120,17 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
     assert json.loads((output / "dense.json").read_text()) == {"acc_mean": 0.42}
     assert json.loads((output / "regained_kl.json").read_text()) == [{"reference": "taylor-s256-n128"}]
     assert json.loads((output / "regained_gold_logprob.json").read_text()) == [{"reference": "layerwise-s32-n256"}]
+
+
+def test_an_earlier_grid_is_taken_from_its_csv(commands: Any) -> None:
+    earlier = Path(study.__file__).parents[1] / "docs" / "studies" / "smollm2-135m" / "grid.csv"
+    ran = commands("--grid", str(earlier))
+    searches = [search.parser().parse_args(words[1:]) for words in ran if words[0] == "search"]
+    assert [args.search_space.rpartition("study-smollm2-")[2] for args in searches][:3] == [
+        *("recommended", "judged-layerwise-s32-n256.yaml", "judged-taylor-s256-n128.yaml"),
+    ]
+    published = pd.read_csv("results/study-smollm2/grid.csv", dtype=str, keep_default_na=False)
+    assert len(published) == 45 and set(published["output_dir"]) == {""}
 
 
 def test_what_judges_has_not_chosen(commands: Any, data: Path) -> None:
