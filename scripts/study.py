@@ -9,8 +9,8 @@ shares --storage-path. The same command again goes on where it was interrupted: 
 other experiments of --storage-path have computed is taken from there.
 
 Chosen on the first --limit items of each task, the first --perplexity-tokens of the text, and draw 0 of calibration samples:
-1 grid         the 45 configurations of paper_grid, or --grid: another search space, or the CSV of an earlier grid
-2 recommended  those of recommended.yaml, and the two nearest to the dense model trained
+1 grid         the 45 configurations of paper_grid, or --grid: another search space, or the CSV of an earlier search
+2 recommended  those of recommended.yaml, or --recommended, and the two nearest to the dense model trained
 Judged on the next --limit items, the second half of the text, and draws 1, 2 and 3:
 3 judged       the best of the grid and of recommended.yaml, without and with training, by right answers and by KL; random removal;
                --judge, what other models chose
@@ -60,7 +60,7 @@ class Study:
         self.args = args
         self.results = Path(args.storage_path).absolute()
         self.name = f"study-{args.model.replace('/', '--')}"
-        self.earlier = Path(args.grid) if args.grid.endswith(".csv") else None
+        self.spaces = {"grid": args.grid, "recommended": args.recommended}
         self.flags = ["--model", args.model, "--storage-path", str(self.results), *more, *as_recorded(more)]
         self.flags += ["--limit", str(args.limit), "--perplexity-tokens", str(args.perplexity_tokens)]
         if not any(word.startswith("--shape") for word in more):
@@ -68,6 +68,11 @@ class Study:
 
     def folder(self, step: str) -> Path:
         return self.results / f"{self.name}-{step}"
+
+    def earlier(self, step: str) -> Path | None:
+        """Return the CSV that a step's results are taken from; None: it is searched."""
+        space = self.spaces.get(step, "")
+        return Path(space) if space.endswith(".csv") else None
 
     def run(self) -> None:
         """Run all steps. Raises UserError, before anything runs, for configurations to judge that no search of the study has, and
@@ -80,9 +85,9 @@ class Study:
             )
         ratio = self.args.pruning_ratio
         judging = judging_data(Path(self.args.data_dir), self.results / f"{self.name}-judging", self.args.limit)
-        if self.earlier is None:
-            self.search("grid", self.args.grid, "--pruning-ratio", str(ratio))
-        self.search("recommended", "recommended", "--pruning-ratio", str(ratio), "--recover", "2", "--objective", "kl")
+        for step, more in (("grid", []), ("recommended", ["--recover", "2", "--objective", "kl"])):
+            if self.earlier(step) is None:
+                self.search(step, self.spaces[step], "--pruning-ratio", str(ratio), *more)
         if "--dry-run" in self.flags:
             return
         grid, recommended = self.measured("grid"), self.measured("recommended")
@@ -111,7 +116,7 @@ class Study:
 
     def measured(self, step: str) -> pd.DataFrame:
         """Return the configurations of a step, trained ones among them. Raises UserError where none has a complete trial."""
-        if earlier := step == "grid" and self.earlier:
+        if earlier := self.earlier(step):
             findings = find(read_study([], [(self.args.model, earlier)]), "kl")
         else:
             findings = load_results(self.folder(step)).findings
@@ -132,7 +137,7 @@ class Study:
         folders = [str(self.folder(step)) for step in ("judged", "ratios")]
         command("analysis", *folders, "--rule", "kl", "--output", str(output))
         for step in STEPS:
-            path = self.earlier if step == "grid" and self.earlier else self.folder(step) / RESULTS
+            path = self.earlier(step) or self.folder(step) / RESULTS
             published = pd.read_csv(path, dtype=str, keep_default_na=False)
             published[list(OF_MACHINE)] = ""
             atomic_write_text(output / f"{step}.csv", published.to_csv(index=False, lineterminator="\n"))
@@ -141,7 +146,7 @@ class Study:
             rows = rows_of([str(self.folder("judged"))], self.best(grid, rule)["name"])
             atomic_write_text(output / f"regained_{rule}.json", to_json(rows))
             print(f"\nbeside the best of the grid by {rule}:\n\n{markdown(rows)}")
-        (model,) = load_results(self.folder("recommended")).findings.study.models.values()
+        model = next(iter(load_results(self.folder("judged")).findings.study.models.values()))
         atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
 
 
@@ -208,10 +213,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", metavar="MODEL", help="an alias, e.g. smollm2, gemma3-270m, qwen2.5-coder-1.5b")
     p.add_argument("--data-dir", required=True, type=folder, metavar="DIR", help="task and text files (docs/data.md)")
     p.add_argument("--pruning-ratio", type=float, default=0.2, metavar="R", help="default: %(default)s")
-    p.add_argument(
-        "--grid", default="paper_grid", metavar="SPACE",
-        help="search space of the grid, or the CSV of one that was run on the same items (default: %(default)s)",
-    )  # fmt: skip
+    for name, default in (("grid", "paper_grid"), ("recommended", "recommended")):
+        p.add_argument(
+            f"--{name}", default=default, metavar="SPACE",
+            help="search space, or the CSV of a search of the same items (default: %(default)s)",
+        )  # fmt: skip
     p.add_argument("--limit", type=int, default=100, metavar="N", help="items of each task (default: %(default)s)")
     p.add_argument(
         "--perplexity-tokens", type=int, default=16384, metavar="N", help="of each text (default: %(default)s)"
