@@ -47,17 +47,13 @@ def prune(model: PreTrainedModel, windows: Tensor, ratio: float, recipe: str) ->
         pruner.per_step_ch_sparsity = [0, sparsity]
         return pruner.step(interactive=True)
 
-    def removed_by(sparsity: float) -> int:
-        try:
-            return sum(len(group[0][1]) * cost[group[0][0].target.module] for group in begin(sparsity))
-        except ValueError:  # Mend: its local recipe ends here where the share of a layer's KV groups is less than one
-            return 0
-
-    # Mend: its ratio is one of heads and channels, so that of all parameters is found by bisection
-    target, low, high, found = ratio * parameters(model), 0.0, 1.0, (float("inf"), 0.0)
+    # Mend: its ratio is one of heads and channels, so that of all parameters is found by bisection; its local recipe fails where
+    # that takes less than one KV group of a layer (it rounds the rows that go up)
+    least = 0.0 if recipe == "global" else (head_dim - 1) / (head_dim * config.num_key_value_heads)
+    target, low, high, found = ratio * parameters(model), least, 1.0, (float("inf"), 0.0)
     for _ in range(STEPS):
         middle = (low + high) / 2
-        removed = removed_by(middle)
+        removed = sum(len(group[0][1]) * cost[group[0][0].target.module] for group in begin(middle))
         found = min(found, (abs(removed - target), middle))
         low, high = (middle, high) if removed < target else (low, middle)
     for group in list(begin(found[1])):
