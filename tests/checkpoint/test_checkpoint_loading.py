@@ -23,7 +23,7 @@ from tests.checkpoints import (
     read_alone,
     write_cases,
 )
-from tests.conftest import VARIANTS, build_tiny
+from tests.conftest import build_tiny, rounds_more
 from tests.pruning.test_surgery import plan_of, tokens, zeroed
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.pruned.modeling_tune_prune import DECODERS, LANGUAGE_MODELS, RemovedBlock
@@ -56,8 +56,8 @@ def registered(cases: dict[str, Case], folder: Path) -> dict[str, Any]:
 
 
 def tolerance(variant: str) -> float:
-    """Of logits in float32: states that go from token to token are computed otherwise where there are few tokens at a time."""
-    return (5 if FAMILIES[VARIANTS[variant][0]].recurrent else 1) * FLOAT32_TOLERANCE
+    """Of logits in float32."""
+    return (5 if rounds_more(variant) else 1) * FLOAT32_TOLERANCE
 
 
 def of(variant: str, found: dict[str, Any], measure: str) -> Iterator[tuple[str, Any]]:
