@@ -92,15 +92,16 @@ class Study:
             return
         grid, recommended = self.measured("grid"), self.measured("recommended")
         trained = recommended["recovery"] != "none"
-        groups = [grid, recommended[~trained], recommended[trained]]
-        chosen = [self.best(rows, rule) for rows in groups for rule in RULES_OF_CHOICE]
+        groups = {"grid": grid, "recommended": recommended[~trained], "trained": recommended[trained]}
+        best = {name: {rule: self.best(rows, rule) for rule in RULES_OF_CHOICE} for name, rows in groups.items()}
+        chosen = [row for by_rule in best.values() for row in by_rule.values()]
         chosen += [known[name] for name in self.args.judge] + [pd.Series({"name": "random", "method": "random"})]
         for name, row in {row["name"]: row for row in chosen}.items():
             self.judge("judged", judging, name, row, [ratio])
-        for rows in (grid, recommended[~trained]):
-            row = self.best(rows, "kl")
+        for step in ("grid", "recommended"):
+            row = best[step]["kl"]
             self.judge("ratios", judging, row["name"], row, [round(ratio * times, 4) for times in RATIOS])
-        self.analyse()
+        self.analyse({step: {rule: row["name"] for rule, row in rows.items()} for step, rows in best.items()})
 
     def search(self, step: str, space: str | Path, *more: str, data: Path | None = None) -> None:
         flags = ["--data-dir", str(data or self.args.data_dir), "--search-space", str(space), *more]
@@ -132,7 +133,8 @@ class Study:
             raise UserError(f"the study chooses by {NEEDS[rule]}, which no trial has; look into the ledger")
         return rows[rows["name"] == names[0]].iloc[0]
 
-    def analyse(self) -> None:
+    def analyse(self, chosen: dict[str, dict[str, str]]) -> None:
+        """Write to --output what was judged, and which configurations were `chosen`, by step and rule."""
         output = Path(self.args.output or f"results/{self.name}")
         folders = [str(self.folder(step)) for step in ("judged", "ratios")]
         command("analysis", *folders, "--rule", "kl", "--output", str(output))
@@ -141,13 +143,13 @@ class Study:
             published = pd.read_csv(path, dtype=str, keep_default_na=False)
             published[list(OF_MACHINE)] = ""
             atomic_write_text(output / f"{step}.csv", published.to_csv(index=False, lineterminator="\n"))
-        grid = self.measured("grid")
-        for rule in RULES_OF_CHOICE:
-            rows = rows_of([str(self.folder("judged"))], self.best(grid, rule)["name"])
+        for rule, name in chosen["grid"].items():
+            rows = rows_of(folders if rule == "kl" else folders[:1], name)  # ratios are of the best by KL
             atomic_write_text(output / f"regained_{rule}.json", to_json(rows))
             print(f"\nbeside the best of the grid by {rule}:\n\n{markdown(rows)}")
         model = next(iter(load_results(self.folder("judged")).findings.study.models.values()))
         atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
+        atomic_write_text(output / "chosen.json", to_json(chosen))
 
 
 def judging_data(data: Path, folder: Path, limit: int) -> Path:

@@ -78,7 +78,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> Any
 
         monkeypatch.setattr(study, "command", command)
         monkeypatch.setattr(study, "load_results", load_results)
-        monkeypatch.setattr(study, "rows_of", lambda folders, reference: [{"reference": reference}])
+        monkeypatch.setattr(study, "rows_of", lambda folders, reference: [{"reference": reference, "of": len(folders)}])
         monkeypatch.setattr(study, "markdown", str)
         (tmp_path / "ray_results").mkdir()
         argv = ["smollm2", "--data-dir", str(data), "--limit", "3", *flags]
@@ -118,8 +118,16 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
     for step in study.STEPS:  # as the search has written it, but for where it ran
         assert (output / f"{step}.csv").read_text() == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
     assert json.loads((output / "dense.json").read_text()) == {"acc_mean": 0.42}
-    assert json.loads((output / "regained_kl.json").read_text()) == [{"reference": "taylor-s256-n128"}]
-    assert json.loads((output / "regained_gold_logprob.json").read_text()) == [{"reference": "layerwise-s32-n256"}]
+    assert json.loads((output / "regained_kl.json").read_text()) == [{"reference": "taylor-s256-n128", "of": 2}]
+    assert json.loads((output / "regained_gold_logprob.json").read_text()) == [
+        {"reference": "layerwise-s32-n256", "of": 1}
+    ]
+    recipe = "gate_fisher-s128-n512-least_squares"
+    assert json.loads((output / "chosen.json").read_text()) == {
+        "grid": {"gold_logprob": "layerwise-s32-n256", "kl": "taylor-s256-n128"},
+        "recommended": {"gold_logprob": recipe, "kl": recipe},
+        "trained": {"gold_logprob": f"{recipe}-lora", "kl": f"{recipe}-lora"},
+    }
 
 
 def test_an_earlier_grid_is_taken_from_its_csv(commands: Any) -> None:
