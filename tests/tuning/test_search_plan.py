@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tests.searches import finished
@@ -365,6 +366,27 @@ def test_what_is_tested_how_often(lines: str, flags: tuple[str, ...], says: str,
     Path("mine.yaml").write_text(f"search: grid\nmethod: [taylor, random]\nseq_len: 16\nnum_samples: 8\n{lines}\n")
     out = plan_text("--model", "tiny-llama", "--search-space", "mine.yaml", "--tasks", "piqa", *flags, verbose=False)
     assert says in rows_of(out)["plan"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "width", "warns"),
+    [
+        ("compensation: [none, least_squares]\nrefit_tokens: [1024, 4096]", 1500, True),
+        ("compensation: least_squares\nrefit_tokens: [1500, 4096]", 1500, False),
+        ("", 20_000, False),  # more than a repair would take that is not made
+    ],
+)
+def test_a_repair_by_fewer_tokens_than_an_mlp_is_wide_is_warned_of(
+    lines: str, width: int, warns: bool, plan_text: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path / "wide", intermediate_size=width)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    Path("mine.yaml").write_text(f"search: grid\nmethod: taylor\nseq_len: 16\nnum_samples: 8\n{lines}\n")
+    data = ("--data-dir", str(data_folder(tmp_path / "data")), "--calibration", "embedded", "--tasks", "piqa")
+    out = plan_text("--model", str(folder), "--search-space", "mine.yaml", *data, verbose=False)
+    said = " ".join(out.split())
+    line = "wide: a repair by 1,024 tokens gains little, as an MLP is wider (1,500); set refit_tokens to 3,000 or more"
+    assert (said.count("warning"), said.count(line)) == (warns, warns)
 
 
 @pytest.mark.parametrize("flag", [(), ("--verbose",)])

@@ -80,7 +80,7 @@ def _rows(plan: Plan, notes: Iterable[Row]) -> list[Row]:
         *[("", f"{listed(begun)}: {BEGUN}")] * bool(begun),
         *_shapes(plan),
         *(("warning", f"{label}: {note}") for label, note in notes),
-        *(("warning", line) for line in to_mend(plan)),
+        *(("warning", line) for line in [*_short_of_text(plan), *to_mend(plan)]),
         *_cluster(plan),
         ("results", shown_path(plan.experiment_dir) + _done_so_far(plan)),
     ]
@@ -254,6 +254,20 @@ def _of_shape(shape: str, large: bool) -> str:
         return split + "fast on a GPU, quantises well; to load without extra code choose --shape uniform"
     odd = large and align is None
     return split + "loads in whatever loads the family" + "; slow on a GPU, faster with --align 256" * odd
+
+
+def _short_of_text(plan: Plan) -> list[str]:
+    """Say where a repair has fewer tokens than an MLP is wide, by which next to nothing is gained (docs/studies/quality.md)."""
+    least = min(plan.space.values["refit_tokens"])
+    if "least_squares" not in plan.space.values["compensation"]:
+        return []
+    widths = {model.run.label: max(model.geometry.mlp_width) for model in plan.models}
+    return [
+        f"{label}: a repair by {least:,} tokens gains little, as an MLP is wider ({width:,}); set refit_tokens to "
+        f"{2 * width:,} or more"
+        for label, width in widths.items()
+        if least < width
+    ]
 
 
 def _cluster(plan: Plan) -> list[Row]:
