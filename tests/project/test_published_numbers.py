@@ -18,6 +18,7 @@ import arena
 import front_chart
 import pandas as pd
 import pytest
+import real_models
 from PIL import Image
 from quality_table import MEASURES, markdown
 
@@ -188,6 +189,18 @@ def arena_of_peers() -> Iterator[str]:
     rows = arena.read(STUDIES / "arena")
     for row in rows.values():
         yield f"| {' | '.join(arena.cells(row, rows['dense']))} |"
+
+
+@shown_on("docs/studies/real_models.md")
+def real_models_judged() -> Iterator[str]:
+    studies = real_models.read()
+    for one in studies:
+        yield real_models.of_model(one)
+        yield real_models.of_ratios(one)
+        best, trained = (one.row(one.chosen[step]["kl"], "gold_logprob") for step in ("recommended", "trained"))
+        yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(best))
+        yield "trained {}%, {}% and {}%".format(*shares(trained))
+    yield real_models.transfer(studies)
 
 
 @shown_on("docs/studies/embedded/README.md")
