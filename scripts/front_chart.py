@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from script_tools import script_parser
+from script_tools import markdown_table, script_parser
 
 from tune_prune.analysis.figures import BLUE, GREY, ORANGE, SKY
 from tune_prune.commands.flags import output_file
@@ -97,12 +97,11 @@ def shown(ppl: float) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| " + " | ".join(HEAD).lstrip() + " |", "|---" * len(HEAD) + "|"]
-    for row in rows:
+    def cells(row: Row) -> list[str]:
         distances = [f"{value:.2f}" if row.runs else "0" for value in (row.kl_text, row.kl_tasks)]
-        cells = [row.label, shown(row.ppl), *distances, str(row.runs or "")]
-        lines.append("| " + " | ".join(cells).rstrip() + " |")
-    return "\n".join(lines)
+        return [row.label, shown(row.ppl), *distances, str(row.runs or "")]
+
+    return markdown_table(HEAD, map(cells, rows))
 
 
 def chart(rows: list[Row], kind: str) -> bytes:

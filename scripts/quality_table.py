@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from script_tools import script_parser
+from script_tools import markdown_table, script_parser
 
 from tune_prune import load_results
 from tune_prune.analysis.input.items import GOLD, dense_folder, gold_logprobs, kl_blocks
@@ -140,6 +140,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(filter(None, (untrained, trained and f"trained:\n\n{trained}")))
 
 
+def share(row: dict[str, Any], measure: str) -> str:
+    """Return in percent what a row regains of what its reference has lost, and its standard error."""
+    return f"{100 * row[f'{measure}_regained']:.0f} ± {100 * row[f'{measure}_stderr']:.0f}%"
+
+
 def _trained(row: dict[str, Any]) -> bool:
     """Say whether a configuration has a recovery, which is in its name."""
     return "-lora" in row["configuration"]
@@ -156,22 +161,22 @@ def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
         "model",
         "configuration",
         "draws",
-        *(f"{label} | regained" for label in MEASURES.values()),
+        *(name for label in MEASURES.values() for name in (label, "regained")),
         "perplexity",
         "accuracy",
     ]
     head += ["seconds"] * seconds
-    lines = [f"| {' | '.join(head)} |", "|---" * (len(head) + len(MEASURES)) + "|"]
+    lines = []
     for row in rows:
         cells = [row["model"], f"`{row['configuration']}`", str(row["draws"])]
         for name in MEASURES:
-            cells += [f"{row[name]:.3f}", f"{100 * row[f'{name}_regained']:.0f} ± {100 * row[f'{name}_stderr']:.0f}%"]
+            cells += [f"{row[name]:.3f}", share(row, name)]
         cells += [f"{row['ppl']:.2f}", f"{row['accuracy']:.3f}"]
         if seconds:
             taken = row.get("seconds")
             cells.append("–" if taken is None else f"{taken:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Tables of the study of real models, from what scripts/study.py has written to docs/studies/real_models/MODEL.
 
-    python scripts/real_models.py               prints README's table, then those of docs/studies/real_models.md
+    python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
 Regained: of what the best of the published grid by KL has lost. Errors are one standard error, paired over items or blocks of text,
@@ -14,21 +14,16 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quality_table import MEASURES
-from script_tools import script_parser
+from front_chart import shown
+from quality_table import MEASURES, share
+from script_tools import markdown_table, script_parser
 
 STUDIES = Path(__file__).resolve().parents[1] / "docs" / "studies" / "real_models"
 TITLES = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}
 RULES = {"kl": "KL", "gold_logprob": "right answers"}
-ROLES = (  # title, step and rule of what was chosen; random removal has its name
-    ("best of the published grid by KL", "grid", "kl"),
-    ("best of the published grid by right answers", "grid", "gold_logprob"),
-    ("recommended, by KL", "recommended", "kl"),
-    ("recommended, by right answers", "recommended", "gold_logprob"),
-    ("recommended, trained", "trained", "kl"),
-    ("random removal", "", ""),
-)
+STEPS = {"grid": "best of the published grid", "recommended": "recommended", "trained": "recommended, trained"}
 RANDOM = "random-s16-n128"
+REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 
 Row = dict[str, Any]  # of quality_table.rows_of
 
@@ -42,26 +37,24 @@ class Study(NamedTuple):
     chosen: dict[str, dict[str, str]]  # configurations by step and rule
     beside: dict[str, list[Row]]  # rows by the rule whose best of the grid they stand beside; of other ratios, too
 
-    def row(self, name: str, rule: str = "kl") -> Row:
-        """Return a configuration at the study's ratio, beside the best of the grid by `rule`."""
-        (row,) = (row for row in self.beside[rule] if (row["configuration"], row["model"]) == (name, self.label))
-        return row
+    def rows(self, rule: str = "kl") -> dict[str, Row]:
+        """Return by name the configurations at the study's ratio, beside the best of the grid by `rule`."""
+        return {row["configuration"]: row for row in self.beside[rule] if row["model"] == self.label}
 
     @property
     def label(self) -> str:
-        """Return what rows at the study's ratio call the model: those of the ratio that judged most."""
-        labels = [row["model"] for row in self.beside["gold_logprob"]]
-        assert len(set(labels)) == 1
-        return str(labels[0])
+        """Return what rows at the study's ratio call the model."""
+        (label,) = {row["model"] for row in self.beside["gold_logprob"]}
+        return str(label)
 
-    def roles(self) -> dict[str, str]:
-        """Return configurations by their titles; what was chosen twice stands at its first."""
-        named: dict[str, str] = {}
-        for title, step, rule in ROLES:
-            name = self.chosen[step][rule] if step else RANDOM
-            if name not in named.values():
-                named[title] = name
-        return named
+    def titles(self) -> dict[str, str]:
+        """Return why each configuration was judged, by its name."""
+        titles: dict[str, str] = {}
+        for step, title in STEPS.items():
+            for rule, name in self.chosen[step].items():
+                titles[name] = f"{titles[name]} and {RULES[rule]}" if name in titles else f"{title}, by {RULES[rule]}"
+        others = {name: "best of another model's grid" for name in self.rows() if name not in titles and name != RANDOM}
+        return titles | others | {RANDOM: "random removal"}
 
 
 def read() -> list[Study]:
@@ -83,90 +76,54 @@ def read() -> list[Study]:
     ]
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    first, *others = (f"| {' | '.join(cells).strip()} |" for cells in (head, *rows))
-    return "\n".join([first, "|---" * len(head) + "|", *others])
-
-
-def share(row: Row, measure: str, sign: int = 1) -> str:
-    return f"{sign * 100 * row[f'{measure}_regained']:.0f} ± {100 * row[f'{measure}_stderr']:.0f}%"
-
-
-def perplexity(ppl: float) -> str:
-    return f"{ppl:.1f}" if ppl < 1000 else f"{ppl:,.0f}"
-
-
-def for_readme(studies: list[Study]) -> str:
-    """Return perplexity and distances by model, and what is regained."""
-
-    def cell(row: Row) -> str:
-        return " · ".join((perplexity(row["ppl"]), f"{row['kl_text']:.2f}", f"{row['kl_tasks']:.2f}"))
-
-    def line(title: str, step: str, rule: str) -> list[str]:
-        return [title, *(cell(one.row(one.chosen[step][rule] if step else RANDOM)) for one in studies)]
-
-    regained = [
-        " · ".join(share(one.row(one.chosen["recommended"]["kl"]), measure) for measure in MEASURES) for one in studies
-    ]
-    lines = [
-        ["original", *(f"{one.dense['ppl']:.1f}" for one in studies)],
-        line("best of the published grid", "grid", "kl"),
-        line("**recommended**", "recommended", "kl"),
-        ["of the grid's loss regained: text · questions · right answers", *regained],
-        line("recommended, trained briefly", "trained", "kl"),
-        line("random removal", "", ""),
-    ]
-    return table(["", *(one.title for one in studies)], lines)
-
-
 def of_model(one: Study) -> str:
     """Return what was judged of one model, and what each regains of what the best of the grid has lost."""
-    head = ["", "configuration", "perplexity", "KL text", "KL questions", "right answers", "accuracy"]
-    head += [f"regained: {what}" for what in ("text", "questions", "right answers")]
+    head = ["", "configuration", "perplexity", "KL text", "KL questions", "right answers", "accuracy", *REGAINED]
     rows = [["original", "", f"{one.dense['ppl']:.2f}", "0", "0", "0", f"{one.dense['acc_mean']:.4f}", "", "", ""]]
-    for title, name in one.roles().items():
-        row = one.row(name)
-        cells = [perplexity(row["ppl"]), *(f"{row[measure]:.3f}" for measure in MEASURES), f"{row['accuracy']:.4f}"]
+    for name, title in one.titles().items():
+        row = one.rows()[name]
+        cells = [shown(row["ppl"]), *(f"{row[measure]:.3f}" for measure in MEASURES), f"{row['accuracy']:.4f}"]
         reference = name == one.chosen["grid"]["kl"]
         rows.append([title, f"`{name}`", *cells, *("" if reference else share(row, measure) for measure in MEASURES)])
-    return table(head, rows)
+    return markdown_table(head, rows)
 
 
 def of_ratios(one: Study) -> str:
     """Return the best of the grid and of recommended by KL at the other ratios; "" before they are judged."""
-    head = ["model", "configuration", "perplexity", "KL text", "KL questions", "right answers"]
-    head += [f"regained: {what}" for what in ("text", "questions", "right answers")]
+    head = ["model", "configuration", "perplexity", "KL text", "KL questions", "right answers", *REGAINED]
     rows = []
     for row in sorted(one.beside["kl"], key=lambda row: (row["model"], -row["kl_text"])):
         if row["model"] != one.label:
-            cells = [perplexity(row["ppl"]), *(f"{row[measure]:.3f}" for measure in MEASURES)]
+            cells = [shown(row["ppl"]), *(f"{row[measure]:.3f}" for measure in MEASURES)]
             reference = row["configuration"] == one.chosen["grid"]["kl"]
             shares = ["" if reference else share(row, measure) for measure in MEASURES]
             rows.append([row["model"], f"`{row['configuration']}`", *cells, *shares])
-    return table(head, rows) if rows else ""
+    return markdown_table(head, rows) if rows else ""
 
 
 def transfer(studies: list[Study]) -> str:
-    """Return how much more each model loses when it is pruned by the best of another's grid than by that of its own; "" of one
-    model."""
-    head = ["model", "rule", "its own best", "the best of", "", "more lost: text", "questions", "right answers"]
-    rows = []
+    """Return what each model regains of the loss by its own grid's best where it is pruned by the best of another's: less than 0 is
+    lost besides. "" of one model."""
+    head = ["model", "rule", "its own best", "the best of", "", *REGAINED]
+    lines = []
     for one in studies:
         for rule, title in RULES.items():
-            own = one.chosen["grid"][rule]
+            own, rows = one.chosen["grid"][rule], one.rows(rule)
             for other in studies:
                 name = other.chosen["grid"][rule]
                 if other is one:
                     continue
-                cells = ["the same"] * 3 if name == own else [share(one.row(name, rule), each, -1) for each in MEASURES]
-                rows.append([one.title, title, f"`{own}`", other.title, f"`{name}`", *cells])
-    return table(head, rows) if rows else ""
+                cells = ["not judged yet"] * 3 if name not in rows else [share(rows[name], each) for each in MEASURES]
+                if name == own:
+                    cells = ["the same"] * 3
+                lines.append([one.title, title, f"`{own}`", other.title, f"`{name}`", *cells])
+    return markdown_table(head, lines) if lines else ""
 
 
 def main(argv: list[str] | None = None) -> int:
     script_parser(__doc__).parse_args(argv)
     studies = read()
-    tables = [for_readme(studies), *(part(one) for one in studies for part in (of_model, of_ratios)), transfer(studies)]
+    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), transfer(studies)]
     print("\n\n".join(filter(None, tables)))
     return 0
 

@@ -20,6 +20,12 @@ def script_parser(doc: str | None, output: str = "", **options: Any) -> argparse
     return p
 
 
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows under their head as a Markdown table."""
+    first, *others = (f"| {' | '.join(cells).strip()} |" for cells in (head, *rows))
+    return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
 def table(rows: Iterable[Sequence[object]]) -> str:
     """Format rows (the first is the header) in aligned columns: the first column left, numbers right."""
     texts = [[_cell(cell) for cell in row] for row in rows]

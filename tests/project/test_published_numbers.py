@@ -197,7 +197,7 @@ def real_models_judged() -> Iterator[str]:
     for one in studies:
         yield real_models.of_model(one)
         yield real_models.of_ratios(one)
-        best, trained = (one.row(one.chosen[step]["kl"], "gold_logprob") for step in ("recommended", "trained"))
+        best, trained = (one.rows("gold_logprob")[one.chosen[step]["kl"]] for step in ("recommended", "trained"))
         yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(best))
         yield "trained {}%, {}% and {}%".format(*shares(trained))
     yield real_models.transfer(studies)
