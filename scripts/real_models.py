@@ -3,8 +3,8 @@
     python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
-Regained: of what the best of the published grid by KL has lost. Errors are one standard error, paired over items or blocks of text,
-and over draws (scripts/quality_table.py).
+Regained: of what the best of the published grid has lost, by KL unless a rule is named. Errors are one standard error, paired over
+items or blocks of text, and over draws (scripts/quality_table.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Study(NamedTuple):
 
 
 def read() -> list[Study]:
-    """Return the finished studies."""
+    """Return the studies of which something is judged."""
 
     def load(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
