@@ -86,6 +86,7 @@ def held(planned: Plan, tmp_path: Path) -> Experiment:
         ({"pruning_ratio": 0.3}, "pruning_ratio was 0.2, is 0.3"),
         ({"protocol": {"limit": 5}}, "limit was None, is 5"),
         ({"protocol": {"tasks": ["piqa", "boolq"]}, "data": "other"}, "tasks was piqa, is piqa,boolq"),
+        ({"calibration": "mine.txt", "data": "other"}, "calibration was embedded, is mine.txt"),
         ({"data": "other"}, "the files of texts or tasks have changed"),
         ({"model": "other"}, "the model's files have changed"),
     ],
@@ -104,6 +105,11 @@ def test_changed_identity_is_refused_with_the_difference(
     experiment.check(
         Experiment(held.store, held.about), changed, None, ()
     )  # nothing was computed: nothing can be mixed
+
+
+def test_the_same_text_in_another_folder_goes_on(planned: Plan, held: Experiment) -> None:
+    identity = planned.identities["tiny-llama"]
+    experiment.check(held, {"tiny-llama": identity | {"calibration": "moved/text.txt"}}, None, ())
 
 
 def test_a_command_that_changes_the_identity_is_refused(started: Path, refusal: Callable[..., str]) -> None:
