@@ -16,7 +16,7 @@ from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import TaskSource, check_tasks
 from tune_prune.evaluation import zero_shot
-from tune_prune.evaluation.lm_adapter import encode
+from tune_prune.evaluation.encoding import encode
 from tune_prune.evaluation.zero_shot import build_suite
 
 GOOD = {"passage": "p", "question": "q?", "options": ["a", "b"], "answer": 0}

@@ -25,9 +25,9 @@ from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import TaskSource, task_files, tasks_fingerprint
-from tune_prune.evaluation.engine.rows import score_requests
+from tune_prune.evaluation.encoding import encode
+from tune_prune.evaluation.engine.prefix_trees import score_items
 from tune_prune.evaluation.item_scores import summarize
-from tune_prune.evaluation.lm_adapter import SharedPrefixLM, encode
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
 
@@ -95,24 +95,6 @@ def test_a_pruned_model_on_own_tasks_equals_lm_eval(tmp_path, bos, max_length):
     assert_equals_lm_eval(tmp_path, source, ("quiz",), unequal_llama(), byte_tokenizer(bos), max_length)
 
 
-def test_the_engine_is_a_model_of_lm_eval(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
-    source, model = TaskSource.of(None, embedded=True), unequal_llama(len(tokenizer))
-    names = ("arc_easy", "winogrande")
-    expected = lm_eval_samples(tmp_path, source, names, model, tokenizer, 512, limit=15)
-    found = lm_eval_samples(tmp_path, source, names, SharedPrefixLM(model, tokenizer), None, 512, limit=15)
-    assert found.keys() == expected.keys() and len(found) == 30
-    for key, sample in expected.items():
-        for mine, theirs in zip(found[key]["filtered_resps"], sample["filtered_resps"], strict=True):
-            assert mine[0] == pytest.approx(theirs[0], abs=2e-4)
-            assert mine[1] == theirs[1]
-        assert (found[key]["acc"], found[key].get("acc_norm")) == (sample["acc"], sample.get("acc_norm")), key
-    with pytest.raises(NotImplementedError, match="given continuations only"):
-        SharedPrefixLM(model, tokenizer).generate_until([])
-    with pytest.raises(NotImplementedError, match="given continuations only"):
-        SharedPrefixLM(model, tokenizer).loglikelihood_rolling([])
-
-
 @pytest.mark.parametrize("bos", [True, False])
 def test_a_gemma_gets_a_bos_token_as_by_lm_evals_add_bos_token(tmp_path, tiny, bos):
     """Whether its tokenizer adds one by itself or not, there is one."""
@@ -126,13 +108,11 @@ def test_a_gemma_gets_a_bos_token_as_by_lm_evals_add_bos_token(tmp_path, tiny, b
     )
     source = write_quiz(tmp_path / "set", quiz_items())
     expected = lm_eval_samples(tmp_path, source, ("quiz",), theirs, None, 512, limit=None)
-    found = lm_eval_samples(tmp_path, source, ("quiz",), SharedPrefixLM(model, tokenizer), None, 512, limit=None)
     suite = build_suite(tokenizer, EvaluationProtocol(("quiz",), bos=True), source, 512)
     scores = {(score.task, score.doc_id): score.loglikelihoods for score in score_all(suite, model)}
-    assert found.keys() == expected.keys() == scores.keys()
+    assert expected.keys() == scores.keys()
     for key, sample in expected.items():
         of_choices = [loglikelihood for loglikelihood, _ in sample["filtered_resps"]]
-        np.testing.assert_allclose([mine for mine, _ in found[key]["filtered_resps"]], of_choices, rtol=0, atol=2e-4)
         np.testing.assert_allclose(scores[key], of_choices, rtol=0, atol=2e-4)
 
 
@@ -142,28 +122,7 @@ def test_layers_that_carry_a_state_score_as_in_lm_eval(tmp_path, tiny, variant):
     tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
     source = TaskSource.of(None, embedded=True)
     model = tiny(variant, torch.float32, vocab_size=len(tokenizer), max_position_embeddings=512)
-    expected = lm_eval_samples(tmp_path, source, ("arc_easy",), model, tokenizer, 512, limit=6)
-    found = lm_eval_samples(tmp_path, source, ("arc_easy",), SharedPrefixLM(model, tokenizer), None, 512, limit=6)
-    assert found.keys() == expected.keys() and len(found) == 6
-    for key, sample in expected.items():
-        mine, theirs = (np.array([answer[0] for answer in one["filtered_resps"]]) for one in (found[key], sample))
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4)
-        assert np.ptp(theirs) > 0.1 and found[key]["acc"] == sample["acc"]
-
-
-def test_an_engine_that_cannot_share_says_so_and_scores_the_same(caplog):
-    model, tokenizer = unequal_llama(), byte_tokenizer(True)
-    instances = [
-        Instance("loglikelihood", {}, ("Is it red? ", answer), index, ("quiz", 0, 1))
-        for index, answer in enumerate(["yes indeed", "no"])
-    ]
-    shared = SharedPrefixLM(model, tokenizer).loglikelihood(instances)
-    assert not caplog.text
-    forward = model.model.forward
-    model.model.forward = lambda attention_mask=None, **kwargs: forward(**kwargs)
-    refusing = SharedPrefixLM(model, tokenizer)
-    assert "one by one: LlamaForCausalLM scores otherwise" in caplog.text
-    np.testing.assert_allclose(refusing.loglikelihood(instances), shared, atol=1e-4)
+    assert_equals_lm_eval(tmp_path, source, ("arc_easy",), model, tokenizer, 512, limit=6)
 
 
 @pytest.mark.parametrize("add_bos_token", [None, True])
@@ -256,7 +215,7 @@ def test_a_context_of_white_space_alone_is_an_empty_one(bos):
     log_probs = model(torch.from_numpy(blank.inputs.astype(np.int64))[None]).logits[0].log_softmax(-1)
     expected = log_probs[range(len(answer)), answer].sum().item()
     for beside in ([], [other], [other, other]):
-        found = score_requests(model, [blank, *beside]).loglikelihoods[0]
+        found = score_items(model, [[blank, *beside]], share=False).loglikelihoods[0]
         assert found == pytest.approx(expected, abs=1e-3)
 
 

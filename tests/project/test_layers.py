@@ -41,7 +41,7 @@ ONLY_IN = {
     "torch.utils.tensorboard": ("tuning.observers.tensorboard",),
     "mlflow": ("tuning.observers.tracking",),
     "wandb": ("tuning.observers.tracking",),
-    "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
+    "lm_eval": ("evaluation.zero_shot", "evaluation.encoding"),
     "datasets": ("data",),
     "mlx": ("models.pruned.mlx_tune_prune",),
     "mlx_lm": ("models.pruned.mlx_tune_prune",),

@@ -21,7 +21,8 @@ from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.machine import Load
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.divergence import head_inputs
-from tune_prune.evaluation.engine.rows import Request, score_requests
+from tune_prune.evaluation.engine.prefix_trees import score_items
+from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models.families import decoder_layers, family_of
@@ -218,7 +219,7 @@ def test_zero_shot_operations_are_those_that_torch_counts():
         Request(generator.integers(64, size=LENGTH), generator.integers(64, size=length)) for length in (3, 1, 5)
     ]
     with FlopCounterMode(display=False) as counter:
-        score_requests(model, requests)
+        score_items(model, [requests], share=False)
     forward = arithmetic.forward(ROWS * LENGTH, LENGTH, scored=9) + unseen(arithmetic, arithmetic.layers)
     assert counter.get_total_flops() == pytest.approx(forward, rel=ROTATIONS)
 

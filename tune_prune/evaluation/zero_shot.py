@@ -1,7 +1,7 @@
 """Builds a zero-shot suite from lm-eval's own task definitions.
 
 Once per tokenizer and task set: lm-eval (EleutherAI, v0.4) renders the prompts (`build_all_requests`) and its rule
-encodes them (lm_adapter.py). What comes out is tokens; scoring a pruned model only runs rows of them (suite.py).
+encodes them (encoding.py). What comes out is tokens; scoring a pruned model only runs rows of them (suite.py).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tune_prune.data.task_files import (
     write_definition,
 )
 from tune_prune.data.templates import TemplateProcess
+from tune_prune.evaluation.encoding import encode
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.item_scores import metric_of
-from tune_prune.evaluation.lm_adapter import encode
 from tune_prune.evaluation.suite import Item, ZeroShotSuite
 
 Rendering = Callable[[], contextlib.AbstractContextManager[None]]

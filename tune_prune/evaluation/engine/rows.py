@@ -120,15 +120,6 @@ def plain_rows(requests: Sequence[Request], indices: Iterable[int] | None = None
     return rows
 
 
-def score_requests(
-    model: PreTrainedModel, requests: Sequence[Request], batch_tokens: int | None = None
-) -> RequestScores:
-    """Return scores of all requests the plain way, a row for each distinct input; see `score_rows`."""
-    scores = RequestScores.blank(len(requests))
-    score_rows(model, plain_rows(requests), scores, batch_tokens)
-    return scores
-
-
 def most_halvings(
     rows: Sequence[Row], config: PretrainedConfig, residency: Residency, device: str, batch_tokens: int | None = None
 ) -> int:

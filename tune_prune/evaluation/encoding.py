@@ -1,82 +1,21 @@
-"""The zero-shot engine as a model of lm-eval, and lm-eval's own rule for turning a request into tokens.
-
-from lm_eval import simple_evaluate
-simple_evaluate(model=SharedPrefixLM(model, tokenizer), tasks=["piqa", "arc_easy"])
-"""
+"""lm-eval's own rule for turning a request into tokens."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from itertools import takewhile
 from operator import eq
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import check_characters
-from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.engine.rows import Request
-from tune_prune.models.families import known_family
-
-log = logging.getLogger(__name__)
-
-
-class SharedPrefixLM(LM):
-    """Scores tasks of type multiple_choice and loglikelihood; each document's shared prefix is computed once.
-
-    `model` is any causal language model of transformers in eval mode. `batch_tokens` bounds one forward pass (None: by
-    device). `max_length` is the longest input in tokens (None: the model's limit); longer requests lose their first
-    tokens, as in HFLM. A model of a family that wants a BOS token in front of every text gets one, as by HFLM's
-    `add_bos_token`. `loglikelihood` raises UserError for a continuation longer than that.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_tokens: int | None = None,
-        max_length: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.tokenizer = tokenizer
-        self.batch_tokens = batch_tokens
-        self.max_length: int = max_length or model.config.max_position_embeddings
-        family = known_family(model)
-        self.add_bos_token = family is not None and family.bos
-        self.unsupported_reason = prefix_trees.unsupported_reason(model)
-        if self.unsupported_reason:
-            log.warning("choices are scored one by one: %s", self.unsupported_reason)
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-likelihood in nats, whether greedy decoding would produce it) of every request, in order."""
-        encoded = encode(self.tokenizer, requests, self.max_length, self.add_bos_token)
-        documents: dict[tuple[str | None, int | None], list[int]] = {}
-        for index, instance in enumerate(requests):
-            documents.setdefault((instance.task_name, instance.doc_id), []).append(index)
-        items = [[encoded[index] for index in members] for members in documents.values()]
-        scores = prefix_trees.score_items(self.model, items, self.batch_tokens, share=self.unsupported_reason is None)
-        results = [(0.0, False)] * len(requests)
-        order = (index for members in documents.values() for index in members)
-        for index, *result in zip(order, scores.loglikelihoods.tolist(), scores.greedy.tolist(), strict=True):
-            results[index] = tuple(result)
-            self.cache_hook.add_partial("loglikelihood", requests[index].args, results[index])
-        return results
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
-        raise NotImplementedError(
-            "SharedPrefixLM scores given continuations only; for perplexities use tune_prune.evaluation.perplexity or HFLM"
-        )
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
-        raise NotImplementedError("SharedPrefixLM scores given continuations only; for tasks that generate use HFLM")
 
 
 def encode(
