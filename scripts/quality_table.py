@@ -142,7 +142,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def share(row: dict[str, Any], measure: str) -> str:
     """Return in percent what a row regains of what its reference has lost, and its standard error."""
-    return f"{100 * row[f'{measure}_regained']:.0f} ± {100 * row[f'{measure}_stderr']:.0f}%"
+    return f"{100 * row[f'{measure}_regained']:z.0f} ± {100 * row[f'{measure}_stderr']:.0f}%"
 
 
 def _trained(row: dict[str, Any]) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from front_chart import shown
-from quality_table import MEASURES, share
+from quality_table import MEASURES, markdown, share
 from script_tools import markdown_table, script_parser
 
 STUDIES = Path(__file__).resolve().parents[1] / "docs" / "studies" / "real_models"
@@ -57,12 +58,19 @@ class Study(NamedTuple):
         return titles | others | {RANDOM: "random removal"}
 
 
+def load(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def grids() -> Iterator[str]:
+    """Yield what was searched of a grid for this study, on the items that choose, beside one of its configurations."""
+    for model in TITLES:
+        if (path := STUDIES / model / "grid.json").exists():
+            yield markdown(load(path))
+
+
 def read() -> list[Study]:
     """Return the studies of which something is judged."""
-
-    def load(path: Path) -> Any:
-        return json.loads(path.read_text(encoding="utf-8"))
-
     return [
         Study(
             model,
@@ -123,7 +131,7 @@ def transfer(studies: list[Study]) -> str:
 def main(argv: list[str] | None = None) -> int:
     script_parser(__doc__).parse_args(argv)
     studies = read()
-    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), transfer(studies)]
+    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), *grids(), transfer(studies)]
     print("\n\n".join(filter(None, tables)))
     return 0
 
