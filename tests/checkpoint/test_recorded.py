@@ -73,6 +73,10 @@ def test_each_difference_takes_out_what_it_touches_and_is_said(
 def test_where_nothing_can_be_compared(about: Manifest) -> None:
     dtype = compared(about, replace(RUN, dtype="bfloat16"))
     assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]
+    elsewhere = compared(replace(about, measured_on=replace(MEASURED_ON, device="an H100")), device="a laptop")
+    assert (elsewhere.ppl, elsewhere.acc_mean) == (9.0, 0.5)
+    assert "recorded on an H100, measured on a laptop: differences by rounding" in elsewhere.notes[0]
+    assert compared(about, device="a laptop").notes == ()  # of a checkpoint of before it was recorded
     for changes, said in (
         ({"metrics": None}, "no recorded numbers"),
         ({"source": None}, "it is not recorded how they were measured"),

@@ -27,6 +27,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.measures import wilson_stderr
 from tune_prune.core.records import TrialRecord
 from tune_prune.models import catalog
+from tune_prune.models.runner.devices import device_name
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial import measurements
@@ -139,7 +140,10 @@ def test_a_pruned_checkpoint_gives_the_numbers_that_its_trial_recorded(small, re
 
 def test_differences_are_shown_and_what_differs_in_the_protocol_is_said(small, printed):
     change_json(small / MANIFEST, lambda values: values["metrics"].update(ppl=5.0, acc_boolq=0.25))
+    change_json(small / MANIFEST, lambda values: values["measured_on"].update(device="an H100"))
     out = printed(evaluate.main, "--model", small, *FLAGS)
+    here = device_name(torch.device("cpu"))
+    assert f"note: recorded on an H100, measured on {here}: differences by rounding are to be expected\n" in out
     ppl = re.search(r"^perplexity ([\d.]+) on .* recorded 5.00, difference (\S+)$", out, re.MULTILINE)
     assert ppl and float(ppl.group(2)) == pytest.approx(float(ppl.group(1)) - 5, abs=0.01)
     row = re.search(r"^boolq +acc +([\d.]+) ± \S+ +\.2500 +(\S+) ", out, re.MULTILINE)

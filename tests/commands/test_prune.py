@@ -101,6 +101,7 @@ def test_a_saved_best_model_gives_the_searchs_numbers_back(searched: Searched, l
         pass
     record = read(searched.folder / "ledger" / f"{best['key']}.json")
     assert trial.record.metrics["ppl"] == record["metrics"]["ppl"]
+    assert read(Path(model) / MANIFEST)["measured_on"]["device"] == record["device_name"] == trial.record.device_name
     rows = pyarrow.parquet.read_table(searched.folder / best["output_dir"] / "items.parquet").to_pylist()
     then = {(row["task"], row["doc_id"]): (row["acc"], row["acc_norm"], tuple(row["loglikelihoods"])) for row in rows}
     now = {(item.task, item.doc_id): (item.acc, item.acc_norm, item.loglikelihoods) for item in trial.items}

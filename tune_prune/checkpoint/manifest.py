@@ -373,8 +373,10 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
         notes.append(f"the recorded mean is not compared: it is over {', '.join(before.tasks)}")
     if protocol and manifest.quantization is not None:
         notes.append(f"the recorded numbers are those before it was quantised to {manifest.quantization}")
-    if protocol and then.dtype != run.dtype:
-        notes.append(f"recorded in {then.dtype}, measured in {run.dtype}: differences by rounding are to be expected")
+    device = before.device or measured_on.device
+    for word, was, now in (("in", then.dtype, run.dtype), ("on", device, measured_on.device)):
+        if protocol and was != now:
+            notes.append(f"recorded {word} {was}, measured {word} {now}: differences by rounding are to be expected")
     # Of the tasks the KL reads items in turn, up to some tokens.
     kl = {
         "text": same_text and metrics.get("kl_text"),

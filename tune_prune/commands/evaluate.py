@@ -76,7 +76,8 @@ def _main(argv: list[str]) -> None:
     if base is not None:
         say(f"original     {base.label}: KL is the distance from its predictions, 0 where they are the same")
     evaluation = model.evaluate(args.limit, args.tasks, lambda stage: say(evaluation_text.stage_line(stage)), args.kl)
-    earlier = None if model.manifest is None else manifest.comparable(model.manifest, run, measured_on(run))
+    now = measured_on(run, evaluation.record.device_name)
+    earlier = None if model.manifest is None else manifest.comparable(model.manifest, run, now)
     baseline = None if model.manifest is None else model.manifest.baseline
     say(f"\n{evaluation_text.result_text(evaluation, earlier, baseline)}")
     for note in [*evaluation.notes, *(earlier.notes if earlier else ())]:

@@ -160,7 +160,7 @@ def _known(trial: Location, run: ModelRun, config: PruningConfig, path: Location
         "fingerprint": identity.get("model"),
         "metrics": None if record is None else record.metrics | wilson_errors(record.metrics, sizes),
         "baseline": None if baseline is None else baseline.metrics | wilson_errors(baseline.metrics, sizes),
-        "measured_on": _same_data(run, identity.get("data")),
+        "measured_on": _same_data(run, identity.get("data"), "" if record is None else record.device_name),
     }
     return known | {name: value for name, value in searched.items() if value is not None}
 
@@ -180,10 +180,10 @@ def _certain_sizes(record: TrialRecord | None, baseline: TrialRecord | None, fol
         return {}
 
 
-def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
+def _same_data(run: ModelRun, recorded: str | None, device: str) -> MeasuredOn | None:
     """Return what the search measured on, part by part; None where its files are not there any more, or not the same."""
     try:
-        return measured_on(run) if recorded is not None and data_fingerprint(run) == recorded else None
+        return measured_on(run, device) if recorded is not None and data_fingerprint(run) == recorded else None
     except UserError:  # then the checkpoint is saved without, and `evaluate` says that it cannot compare
         return None
 

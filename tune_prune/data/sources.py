@@ -48,20 +48,23 @@ def perplexity_text_name(run: ModelRun) -> str:
 
 @dataclass(frozen=True)
 class MeasuredOn:
-    """Fingerprints of what models are measured on, part by part."""
+    """Fingerprints of what models are measured on, part by part, and the device that measures."""
 
     protocol: int  # its version
     text: str  # fingerprint of the perplexity text
     tasks: dict[str, str]  # task -> fingerprint
+    device: str = ""  # name of the GPU or CPU; "" where it is not recorded
 
 
-def measured_on(run: ModelRun) -> MeasuredOn:
-    """Return fingerprints of what `run` measures on. Raises UserError where files are missing."""
+def measured_on(run: ModelRun, device: str = "") -> MeasuredOn:
+    """Return fingerprints of what `run` measures on. `device`: name of the GPU or CPU that does. Raises UserError where files are
+    missing."""
     source = task_source(run)
     return MeasuredOn(
         protocol=PROTOCOL_VERSION,
         text=perplexity_text.perplexity_fingerprint(run.data_dir, uses_embedded_data(run)),
         tasks={task: task_files.tasks_fingerprint(source, (task,)) for task in run.protocol.tasks},
+        device=device,
     )
 
 
