@@ -2,6 +2,10 @@
 
     python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
+The grid that was searched for it, grid.json, is of scripts/quality_table.py:
+
+    python scripts/quality_table.py ray_results/study-qwen2.5-coder-1.5b-grid --reference taylor-s128-n128 --output grid.json
+
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
 Regained: of what the best of the published grid has lost, by KL unless a rule is named. Errors are one standard error, paired over
 items or blocks of text, and over draws (scripts/quality_table.py).
@@ -11,12 +15,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from front_chart import shown
-from quality_table import MEASURES, markdown, share
+from quality_table import MEASURES, share
 from script_tools import markdown_table, script_parser
 
 STUDIES = Path(__file__).resolve().parents[1] / "docs" / "studies" / "real_models"
@@ -24,7 +27,9 @@ TITLES = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-cod
 RULES = {"kl": "KL", "gold_logprob": "right answers"}
 STEPS = {"grid": "best of the published grid", "recommended": "recommended", "trained": "recommended, trained"}
 RANDOM = "random-s16-n128"
+QWEN = "qwen2.5-coder-1.5b", "taylor-s128-n128"  # whose grid was searched for this study, beside that one
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
+MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
 
 Row = dict[str, Any]  # of quality_table.rows_of
 
@@ -62,11 +67,22 @@ def load(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def grids() -> Iterator[str]:
-    """Yield what was searched of a grid for this study, on the items that choose, beside one of its configurations."""
-    for model in TITLES:
-        if (path := STUDIES / model / "grid.json").exists():
-            yield markdown(load(path))
+def measured(row: Row) -> list[str]:
+    """Return the cells of MEASURED."""
+    return [f"`{row['configuration']}`", shown(row["ppl"]), *(f"{row[measure]:.3f}" for measure in MEASURES)]
+
+
+def regained(row: Row, reference: str) -> list[str]:
+    """Return the cells of REGAINED, which the reference itself leaves empty."""
+    return ["" if row["configuration"] == reference else share(row, measure) for measure in MEASURES]
+
+
+def grid(model: str, reference: str) -> str:
+    """Return what was searched of a grid for this study, on the items that choose, beside one of its configurations: that of the
+    lowest KL, mean of both, first."""
+    rows = sorted(load(STUDIES / model / "grid.json"), key=lambda row: row["kl_text"] + row["kl_tasks"])
+    cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, reference)] for row in rows)
+    return markdown_table([*MEASURED, "accuracy", *REGAINED], cells)
 
 
 def read() -> list[Study]:
@@ -86,27 +102,22 @@ def read() -> list[Study]:
 
 def of_model(one: Study) -> str:
     """Return what was judged of one model, and what each regains of what the best of the grid has lost."""
-    head = ["", "configuration", "perplexity", "KL text", "KL questions", "right answers", "accuracy", *REGAINED]
+    head = ["", *MEASURED, "accuracy", *REGAINED]
     rows = [["original", "", f"{one.dense['ppl']:.2f}", "0", "0", "0", f"{one.dense['acc_mean']:.4f}", "", "", ""]]
     for name, title in one.titles().items():
         row = one.rows()[name]
-        cells = [shown(row["ppl"]), *(f"{row[measure]:.3f}" for measure in MEASURES), f"{row['accuracy']:.4f}"]
-        reference = name == one.chosen["grid"]["kl"]
-        rows.append([title, f"`{name}`", *cells, *("" if reference else share(row, measure) for measure in MEASURES)])
+        rows.append([title, *measured(row), f"{row['accuracy']:.4f}", *regained(row, one.chosen["grid"]["kl"])])
     return markdown_table(head, rows)
 
 
 def of_ratios(one: Study) -> str:
     """Return the best of the grid and of recommended by KL at the other ratios; "" before they are judged."""
-    head = ["model", "configuration", "perplexity", "KL text", "KL questions", "right answers", *REGAINED]
-    rows = []
-    for row in sorted(one.beside["kl"], key=lambda row: (row["model"], -row["kl_text"])):
-        if row["model"] != one.label:
-            cells = [shown(row["ppl"]), *(f"{row[measure]:.3f}" for measure in MEASURES)]
-            reference = row["configuration"] == one.chosen["grid"]["kl"]
-            shares = ["" if reference else share(row, measure) for measure in MEASURES]
-            rows.append([row["model"], f"`{row['configuration']}`", *cells, *shares])
-    return markdown_table(head, rows) if rows else ""
+    rows = [
+        [row["model"], *measured(row), *regained(row, one.chosen["grid"]["kl"])]
+        for row in sorted(one.beside["kl"], key=lambda row: (row["model"], -row["kl_text"]))
+        if row["model"] != one.label
+    ]
+    return markdown_table(["model", *MEASURED, *REGAINED], rows) if rows else ""
 
 
 def transfer(studies: list[Study]) -> str:
@@ -131,7 +142,7 @@ def transfer(studies: list[Study]) -> str:
 def main(argv: list[str] | None = None) -> int:
     script_parser(__doc__).parse_args(argv)
     studies = read()
-    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), *grids(), transfer(studies)]
+    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), grid(*QWEN), transfer(studies)]
     print("\n\n".join(filter(None, tables)))
     return 0
 

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tune_prune.data.task_files import TaskSource
-from tune_prune.evaluation.engine.prefix_trees import unsupported_reason
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.suite import ZeroShotSuite
 
@@ -95,8 +94,9 @@ def write_quiz(folder: Path, items: list[dict], definition: str = QUIZ_DEFINITIO
     return TaskSource.of(str(folder), embedded=False)
 
 
-def score_all(suite: ZeroShotSuite, model: nn.Module, batch_tokens: int | None = None) -> list[ItemScore]:
-    share = unsupported_reason(model) is None
+def score_all(
+    suite: ZeroShotSuite, model: nn.Module, batch_tokens: int | None = None, share: bool = True
+) -> list[ItemScore]:
     return [
         score for index in range(suite.num_slices) for score in suite.score_slice(model, index, batch_tokens, share)
     ]

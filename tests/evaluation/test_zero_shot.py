@@ -60,16 +60,17 @@ def lm_eval_samples(tmp_path, source, tasks, model, tokenizer, max_length, limit
     }  # fmt: skip
 
 
-def assert_equals_lm_eval(tmp_path, source, tasks, model, tokenizer, max_length, limit=None, asked=1):
-    """`asked`: requests for a choice, the first of which is kept."""
+def assert_equals_lm_eval(tmp_path, source, tasks, model, tokenizer, max_length, limit=None, asked=1, share=True):
+    """`asked`: requests for a choice, the first of which is kept. `share`: whether choices share their prefix."""
     suite = build_suite(tokenizer, EvaluationProtocol(tasks, limit), source, max_length)
-    scores = {(score.task, score.doc_id): score for score in score_all(suite, model)}
+    scores = {(score.task, score.doc_id): score for score in score_all(suite, model, share=share)}
     samples = lm_eval_samples(tmp_path, source, tasks, model, tokenizer, max_length, limit)
     assert scores.keys() == samples.keys()
     for key, sample in samples.items():
         expected = [loglikelihood for loglikelihood, _ in sample["filtered_resps"]]
         expected = expected[: len(expected) // asked]
         np.testing.assert_allclose(scores[key].loglikelihoods, expected, rtol=0, atol=2e-4, err_msg=str(key))
+        assert share or np.ptp(expected) > 0.1
         assert (scores[key].acc, scores[key].acc_norm) == (sample["acc"], sample.get("acc_norm")), key
 
 
@@ -122,7 +123,7 @@ def test_layers_that_carry_a_state_score_as_in_lm_eval(tmp_path, tiny, variant):
     tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
     source = TaskSource.of(None, embedded=True)
     model = tiny(variant, torch.float32, vocab_size=len(tokenizer), max_position_embeddings=512)
-    assert_equals_lm_eval(tmp_path, source, ("arc_easy",), model, tokenizer, 512, limit=6)
+    assert_equals_lm_eval(tmp_path, source, ("arc_easy",), model, tokenizer, 512, limit=6, share=False)
 
 
 @pytest.mark.parametrize("add_bos_token", [None, True])

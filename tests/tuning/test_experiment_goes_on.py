@@ -14,6 +14,7 @@ import pytest
 
 from tests.search_folders import TINY
 from tests.searches import finished
+from tune_prune import embedded
 from tune_prune.commands.flags import settings_from
 from tune_prune.commands.search import parser
 from tune_prune.core.config import ModelRun, trial_key
@@ -32,17 +33,17 @@ pytestmark = pytest.mark.usefixtures("nothing_created")
 KEPT = (*TINY, "--storage-path", "kept", "--name", "mine")
 
 
+def begun(storage: Path, **settings: Any) -> Path:
+    """An experiment `mine` of the smoke space with one finished trial."""
+    plan = make_plan(SearchSettings(("tiny-llama",), "smoke", storage_path=str(storage), name="mine", **settings))
+    experiment.write(plan.held, plan, ["python"])
+    Ledger(plan.held.store).write(finished(plan.trials[0]))
+    return plan.experiment_dir
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """An experiment `kept/mine` of the smoke space with one finished trial."""
-    settings = SearchSettings(
-        ("tiny-llama",), "smoke", storage_path=str(tmp_path / "kept"), name="mine", tasks=("piqa",)
-    )
-    plan = make_plan(settings)
-    experiment.write(plan.held, plan, ["python"])
-    spec = plan.trials[0]
-    Ledger(plan.held.store).write(finished(spec))
-    return plan.experiment_dir
+    return begun(tmp_path / "kept", tasks=("piqa",))
 
 
 AGAIN = (*KEPT, "--tasks", "piqa")
@@ -50,6 +51,14 @@ AGAIN = (*KEPT, "--tasks", "piqa")
 
 def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> None:
     assert "kept/mine (1 of 6 trials are done)" in plan_text(*AGAIN)
+
+
+def test_an_experiment_goes_on_where_its_text_was_moved(tmp_path: Path, plan_text: Callable[..., str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(embedded.calibration_text())
+    begun(tmp_path / "kept", tasks=("piqa",), calibration=str(text))
+    moved = text.rename(tmp_path / "moved.txt")
+    assert "kept/mine (1 of 6 trials are done)" in plan_text(*AGAIN, "--calibration", moved)
 
 
 def test_optuna_tries_no_more_than_one_group_has(
@@ -109,7 +118,12 @@ def test_changed_identity_is_refused_with_the_difference(
 
 def test_the_same_text_in_another_folder_goes_on(planned: Plan, held: Experiment) -> None:
     identity = planned.identities["tiny-llama"]
-    experiment.check(held, {"tiny-llama": identity | {"calibration": "moved/text.txt"}}, None, ())
+    moved = identity | {"calibration": "moved/text.txt"}
+    experiment.check(held, {"tiny-llama": moved}, None, ())
+    with pytest.raises(
+        UserError, match=r"calibration was embedded, is moved/text\.txt"
+    ):  # whose records name each text
+        experiment.check(held, {"tiny-llama": moved | {"texts": {"other.txt": "o"}}}, None, ())
 
 
 def test_a_command_that_changes_the_identity_is_refused(started: Path, refusal: Callable[..., str]) -> None:

@@ -375,7 +375,7 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
         notes.append(f"the recorded numbers are those before it was quantised to {manifest.quantization}")
     device = before.device or measured_on.device
     for word, was, now in (("in", then.dtype, run.dtype), ("on", device, measured_on.device)):
-        if protocol and was != now:
+        if (same_text or accuracies) and was != now:
             notes.append(f"recorded {word} {was}, measured {word} {now}: differences by rounding are to be expected")
     # Of the tasks the KL reads items in turn, up to some tokens.
     kl = {

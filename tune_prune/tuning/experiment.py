@@ -108,8 +108,9 @@ def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     changed = [name for name in new if old.get(name) != new[name]]
-    # A folder of texts that was moved: by their content they are the same.
-    changed = [name for name in changed if name != "calibration" or "data" in changed]
+    # A text that was moved is the same by its content. Where a space lists several, records name each by its path.
+    if "data" not in changed and not new["texts"]:
+        changed = [name for name in changed if name != "calibration"]
     # The data's fingerprint follows the names of tasks and calibration text; by itself it says that files changed.
     if {"tasks", "calibration"} & set(changed):
         changed = [name for name in changed if name != "data"]
