@@ -1,10 +1,11 @@
-"""Tables of the study of real models, from what scripts/study.py has written to docs/studies/real_models/MODEL.
+r"""Tables of the study of real models, from what scripts/study.py has written to docs/studies/real_models/MODEL.
 
     python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
-The grid that was searched for it, grid.json, is of scripts/quality_table.py:
+What was searched for it, searched.json, is of scripts/quality_table.py:
 
-    python scripts/quality_table.py ray_results/study-qwen2.5-coder-1.5b-grid --reference taylor-s128-n128 --output grid.json
+    cd ray_results; python ../scripts/quality_table.py study-qwen2.5-coder-1.5b-grid study-qwen2.5-coder-1.5b-recommended \
+        --reference taylor-s128-n128 --output searched.json
 
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
 Regained: of what the best of the published grid has lost, by KL unless a rule is named. Errors are one standard error, paired over
@@ -27,7 +28,7 @@ TITLES = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-cod
 RULES = {"kl": "KL", "gold_logprob": "right answers"}
 STEPS = {"grid": "best of the published grid", "recommended": "recommended", "trained": "recommended, trained"}
 RANDOM = "random-s16-n128"
-QWEN = "qwen2.5-coder-1.5b", "taylor-s128-n128"  # whose grid was searched for this study, beside that one
+QWEN = "qwen2.5-coder-1.5b", "taylor-s128-n128"  # what was searched for this study, beside that one
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
 
@@ -77,10 +78,10 @@ def regained(row: Row, reference: str) -> list[str]:
     return ["" if row["configuration"] == reference else share(row, measure) for measure in MEASURES]
 
 
-def grid(model: str, reference: str) -> str:
-    """Return what was searched of a grid for this study, on the items that choose, beside one of its configurations: that of the
-    lowest KL, mean of both, first."""
-    rows = sorted(load(STUDIES / model / "grid.json"), key=lambda row: row["kl_text"] + row["kl_tasks"])
+def searched(model: str, reference: str) -> str:
+    """Return what was searched for this study, on the items that choose, beside one of its configurations: that of the lowest KL,
+    mean of both, first."""
+    rows = sorted(load(STUDIES / model / "searched.json"), key=lambda row: row["kl_text"] + row["kl_tasks"])
     cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, reference)] for row in rows)
     return markdown_table([*MEASURED, "accuracy", *REGAINED], cells)
 
@@ -142,7 +143,7 @@ def transfer(studies: list[Study]) -> str:
 def main(argv: list[str] | None = None) -> int:
     script_parser(__doc__).parse_args(argv)
     studies = read()
-    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), grid(*QWEN), transfer(studies)]
+    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), searched(*QWEN), transfer(studies)]
     print("\n\n".join(filter(None, tables)))
     return 0
 

@@ -200,7 +200,7 @@ def real_models_judged() -> Iterator[str]:
         best, trained = (one.rows("gold_logprob")[one.chosen[step]["kl"]] for step in ("recommended", "trained"))
         yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(best))
         yield "trained {}%, {}% and {}%".format(*shares(trained))
-    yield real_models.grid(*real_models.QWEN)
+    yield real_models.searched(*real_models.QWEN)
     yield real_models.transfer(studies)
 
 
