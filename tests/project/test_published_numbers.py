@@ -200,7 +200,16 @@ def real_models_judged() -> Iterator[str]:
         best, trained = (one.rows("gold_logprob")[one.chosen[step]["kl"]] for step in ("recommended", "trained"))
         yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(best))
         yield "trained {}%, {}% and {}%".format(*shares(trained))
+        if theirs := one.rows("gold_logprob").get("layerwise-s32-n128"):  # which Qwen's grid chose
+            yield f"regains {share(theirs, 'gold_logprob_mean')}% of that one's right answers"
     yield real_models.searched(*real_models.QWEN)
+    for one in record("real_models/qwen2.5-coder-1.5b/measured_again").values():
+        by = {name: value - one["recorded"][name] for name, value in one["measured"].items()}
+        if any(by.values()):
+            yield f"| {by['ppl']:.3f} | {by['kl_text']:.4f} | {by['kl_tasks']:.4f} | {by['gold_logprob_mean']:+.4f} nats | "
+            yield "{:.4f}, recorded {:.4f} |".format(*(one[kind]["acc_mean"] for kind in ("measured", "recorded")))
+        else:
+            yield "on the same CPU | 0 | 0 | 0 | 0 | 0 of 350 questions differ |"
     yield real_models.transfer(studies)
 
 
