@@ -1,11 +1,10 @@
-r"""Tables of the study of real models, from what scripts/study.py has written to docs/studies/real_models/MODEL.
+"""Tables of the study of real models, from what scripts/study.py has written to docs/studies/real_models/MODEL.
 
     python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
-What was searched for it, searched.json, is of scripts/quality_table.py:
+searched.json, what the study of Qwen has searched, is of the experiments study-qwen2.5-coder-1.5b-grid and -recommended:
 
-    cd ray_results; python ../scripts/quality_table.py study-qwen2.5-coder-1.5b-grid study-qwen2.5-coder-1.5b-recommended \
-        --reference taylor-s128-n128 --output searched.json
+    python scripts/quality_table.py EXPERIMENTS --reference taylor-s128-n128 --output searched.json
 
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
 Regained: of what the best of the published grid has lost, by KL unless a rule is named. Errors are one standard error, paired over
@@ -28,7 +27,7 @@ TITLES = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-cod
 RULES = {"kl": "KL", "gold_logprob": "right answers"}
 STEPS = {"grid": "best of the published grid", "recommended": "recommended", "trained": "recommended, trained"}
 RANDOM = "random-s16-n128"
-QWEN = "qwen2.5-coder-1.5b", "taylor-s128-n128"  # what was searched for this study, beside that one
+QWEN = "qwen2.5-coder-1.5b", "taylor-s128-n128"  # a model, and the configuration that its searched ones stand beside
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
 
@@ -65,6 +64,7 @@ class Study(NamedTuple):
 
 
 def load(path: Path) -> Any:
+    """Return the content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

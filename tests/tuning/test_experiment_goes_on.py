@@ -43,6 +43,7 @@ def begun(storage: Path, **settings: Any) -> Path:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
+    """The experiment `kept/mine`."""
     return begun(tmp_path / "kept", tasks=("piqa",))
 
 
@@ -120,9 +121,8 @@ def test_the_same_text_in_another_folder_goes_on(planned: Plan, held: Experiment
     identity = planned.identities["tiny-llama"]
     moved = identity | {"calibration": "moved/text.txt"}
     experiment.check(held, {"tiny-llama": moved}, None, ())
-    with pytest.raises(
-        UserError, match=r"calibration was embedded, is moved/text\.txt"
-    ):  # whose records name each text
+    # Where a space lists several, records name each by its path.
+    with pytest.raises(UserError, match=r"calibration was embedded, is moved/text\.txt"):
         experiment.check(held, {"tiny-llama": moved | {"texts": {"other.txt": "o"}}}, None, ())
 
 

@@ -181,7 +181,8 @@ def _certain_sizes(record: TrialRecord | None, baseline: TrialRecord | None, fol
 
 
 def _same_data(run: ModelRun, recorded: str | None, device: str) -> MeasuredOn | None:
-    """Return what the search measured on, part by part; None where its files are not there any more, or not the same."""
+    """Return what the search measured on, part by part, by that device; None where its files are not there any more, or not the
+    same."""
     try:
         return measured_on(run, device) if recorded is not None and data_fingerprint(run) == recorded else None
     except UserError:  # then the checkpoint is saved without, and `evaluate` says that it cannot compare
