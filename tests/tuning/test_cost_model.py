@@ -134,15 +134,15 @@ def test_of_a_mixture_the_experts_that_a_token_takes_count(mixture, name, monkey
     assert found == pytest.approx(expected, rel=0.08)
 
 
+def product(_, one: tuple[int, ...], other: tuple[int, ...], **__) -> int:
+    return 2 * math.prod(one) * other[-1]
+
+
 def test_operations_of_kfac_are_those_of_gate_fisher_and_its_products(monkeypatch):
     """Solving at its snapshots takes time, and counts as no operations."""
     monkeypatch.setattr(kfac, "_losses", lambda _, gradients: np.zeros(len(gradients)))
     model, arithmetic = eager_llama()
     windows = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
-
-    def product(_, one: tuple[int, ...], other: tuple[int, ...], **__) -> int:
-        return 2 * math.prod(one) * other[-1]
-
     in_place = {torch.ops.aten.addmm_: product, torch.ops.aten.baddbmm_: product}  # which torch does not count itself
     counted, expected = [], []
     for name in ("gate_fisher", "kfac"):
@@ -168,8 +168,13 @@ def test_operations_of_a_refit_are_those_that_torch_counts(monkeypatch):
         return 2 * math.prod(right) * factor[-1]
 
     # Which torch does not count itself.
-    solving = {torch.ops.aten.linalg_cholesky_ex: cholesky, torch.ops.aten.cholesky_solve: both_triangles}
+    solving = {
+        torch.ops.aten.addmm_: product,
+        torch.ops.aten.linalg_cholesky_ex: cholesky,
+        torch.ops.aten.cholesky_solve: both_triangles,
+    }
     monkeypatch.setattr(refit, "WINDOW", LENGTH)
+    monkeypatch.setattr(refit, "STRIPS", 6)  # of which both widths are multiples
     model, arithmetic = eager_llama()
     windows = torch.randint(model.config.vocab_size, (2 * refit.HELD_OUT, LENGTH))
     total = read_geometry(model, LLAMA).total_params

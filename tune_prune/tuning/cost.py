@@ -128,7 +128,8 @@ class Arithmetic:
         layers = (attention + mlp) / self.layers
         products: float = 2 * self.input_squares * work.product_tokens
         if work.fitted_share:
-            products = products * work.fitted_share + self._fit(work.fitted_share, work.held_tokens)
+            share = refit.computed_share(work.fitted_share)
+            products = products * share + self._fit(work.fitted_share, work.held_tokens)
         if not work.backward:
             return layers + products
         products += 2 * self.group_squares * work.product_tokens

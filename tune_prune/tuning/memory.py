@@ -368,12 +368,12 @@ class Shapes:
 
     def _products(self, work: PassWork) -> tuple[int, int]:
         """Return what a refit keeps of a layer, the sums of products of its last projections' inputs and the inputs that are held
-        out; and the most that it takes besides: a batch's inputs and residual stream, both scaled, with their product; or what
-        solving takes (a copy of the sums, their Cholesky factor, four matrices of the projection's size); or what trying does."""
+        out; and the most that it takes besides: a batch's inputs, in order and scaled, and its residual stream; or what solving
+        takes (a copy of the sums, their Cholesky factor, four matrices of the projection's size); or what trying does."""
         q, m, h = self._q, self._m, self.geometry.hidden_size
         item, most = max(FLOAT32, self.itemsize), max(q, m)
         sums = q**2 + m**2 + (q + m) * work.held_tokens
-        batch = work.batch_tokens * (self.itemsize * (most + 4 * h) + item * (2 * most + h)) + item * most**2
+        batch = work.batch_tokens * (self.itemsize * (2 * most + 4 * h) + item * (2 * most + h))
         fit = max(most * (2 * most + 4 * h), work.held_tokens * (2 * most + 2 * h))
         return item * sums, max(batch, item * fit)
 

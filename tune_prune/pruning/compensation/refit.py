@@ -20,6 +20,7 @@ hundred times the damping, too. There are no new biases, so checkpoints stay tho
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ WINDOW = 128  # tokens of a sample
 HELD_OUT = 8  # the last of so many parts of the windows
 MOST_GROWTH = 2.0  # of the norm of a projection's weights
 DAMPINGS = (1, 10, 100)  # times what was asked for
+STRIPS = 8  # of columns, by which the lower half of a symmetric product is computed
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,14 @@ def least_squares(
     with terminal.step("repair", lambda: last + 1, "layers") as advance:
         carried = runner.embedded(batches)
         for index, layer in runner.layers(range(last + 1)) if last >= 0 else ():
-            inputs_of = {role: _Inputs(kept) for role, kept in cut[index].items()}
+            linears = family.linears(layer)
+            inputs_of = {role: _Inputs(kept, linears[role].in_features) for role, kept in cut[index].items()}
             with _watched(family, layer, inputs_of) as watch:
                 for batch in batches:
                     watch.held = batch[0] >= fitted
                     carried.states[batch] = carried.run(layer, index, batch, carried.states[batch])
             for role, inputs in inputs_of.items():
-                linear = family.linears(layer)[role]
-                block, weight = _fit(linear, inputs, damping, index, role)
+                block, weight = _fit(linears[role], inputs, damping, index, role)
                 blocks.append(block)
                 if weight is not None:
                     weights[weight_name(family, index, role)] = weight.cpu()
@@ -147,12 +149,19 @@ def work(tokens: int, num_layers: int, device: str, kept: float = 1.0) -> PassWo
     )
 
 
-class _Inputs:
-    """Inputs that go into one projection, token by token, each times sqrt(q)."""
+def computed_share(kept: float) -> float:
+    """Return the share of the products of all inputs with each other that is computed where that share of the inputs stays."""
+    return kept - kept**2 * (1 - 1 / STRIPS) / 2
 
-    def __init__(self, kept: Tensor) -> None:
-        self.kept = kept  # [K]
-        self.gram: Tensor | None = None  # [n, K]
+
+class _Inputs:
+    """Inputs that go into one projection of `width`, token by token, each times sqrt(q): those that stay, and then the others."""
+
+    def __init__(self, kept: Tensor, width: int) -> None:
+        stays = torch.zeros(width, dtype=torch.bool)
+        stays[kept] = True
+        self.kept, self.gone = (torch.nonzero(which).flatten() for which in (stays, ~stays))
+        self.gram: Tensor | None = None  # [n, K], of whose first K rows the lower half is filled in: they are symmetric
         self.held: list[Tensor] = []  # [tokens, n]
 
     def add(self, inputs: Tensor, residual: Tensor, held: bool, normed: Tensor | None = None) -> None:
@@ -162,12 +171,17 @@ class _Inputs:
         energy = residual.to(dtype).square().mean(-1).flatten()
         if normed is not None:
             energy *= normed.to(dtype).square().mean(-1).flatten()
-        scaled = inputs.to(dtype).flatten(0, 1) * torch.where(energy > 0, energy.rsqrt(), 0)[:, None]
+        order = torch.cat([self.kept, self.gone]).to(inputs.device)
+        scaled = inputs.flatten(0, 1)[:, order].to(dtype) * torch.where(energy > 0, energy.rsqrt(), 0)[:, None]
         if held:
             self.held.append(scaled)
             return
-        product = scaled.T @ scaled[:, self.kept.to(scaled.device)]
-        self.gram = product if self.gram is None else self.gram.add_(product)
+        count = len(self.kept)
+        if self.gram is None:
+            self.gram = scaled.new_zeros(len(order), count)
+        ends = [count * strip // STRIPS for strip in range(STRIPS + 1)]
+        for begin, end in itertools.pairwise(ends):
+            self.gram[begin:, begin:end].addmm_(scaled[:, begin:].T, scaled[:, begin:end])
 
 
 @dataclass
@@ -221,29 +235,29 @@ def _fit(linear: nn.Linear, inputs: _Inputs, damping: float, layer: int, role: s
     """Return what came of one block, and its new weights [H, K] where they are better."""
     gram, held = inputs.gram, torch.cat(inputs.held)
     assert gram is not None
-    stays = torch.zeros(linear.in_features, dtype=torch.bool)
-    stays[inputs.kept] = True
-    kept, gone = (torch.nonzero(which).flatten().to(gram.device) for which in (stays, ~stays))
-    weight = linear.weight.to(gram.dtype)
-    missing = held[:, gone] @ weight[:, gone].T
+    weight, count = linear.weight.to(gram.dtype), len(inputs.kept)
+    old, gone = (weight[:, columns.to(weight.device)] for columns in (inputs.kept, inputs.gone))
+    missing = held[:, count:] @ gone.T
     before = float(missing.square().sum())
-    new = _solved(gram, weight, kept, gone, damping)
+    new = _solved(gram, old, gone, damping)
     if new is None:
         return BlockRefit(layer, role, before, before, False), None
     new = new.to(linear.weight.dtype)
-    change = new.to(gram.dtype) - weight[:, kept]
-    after = float((missing - held[:, kept] @ change.T).square().sum())
+    change = new.to(gram.dtype) - old
+    after = float((missing - held[:, :count] @ change.T).square().sum())
     used = after < before
     return BlockRefit(layer, role, before, after, used), new if used else None
 
 
-def _solved(gram: Tensor, weight: Tensor, kept: Tensor, gone: Tensor, damping: float) -> Tensor | None:
-    """Return W' [H, K] of the module's formula; None where no damping gives finite weights that do not grow too much."""
-    old, wanted = weight[:, kept], weight[:, gone] @ gram[gone]
+def _solved(gram: Tensor, old: Tensor, gone: Tensor, damping: float) -> Tensor | None:
+    """Return W' [H, K] of the module's formula from W_K and W_R; None where no damping gives finite weights that do not grow too
+    much."""
+    count = old.shape[1]
+    wanted = gone @ gram[count:]
     for times in DAMPINGS:
-        damped = gram[kept]
+        damped = gram[:count].clone()
         damped.diagonal().add_(damping * times * damped.diagonal().mean())
-        factor, failed = torch.linalg.cholesky_ex(damped)
+        factor, failed = torch.linalg.cholesky_ex(damped)  # of the lower half
         del damped
         if not failed:
             new = old + torch.cholesky_solve(wanted.T, factor).T
