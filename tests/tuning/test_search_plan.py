@@ -337,7 +337,7 @@ def test_ten_lines_answer_what_is_asked_first(plan_text: Callable[..., str]) -> 
     count, total = len(model.trials), model.geometry.total_params
     assert rows["plan"] == f"tiny-llama: {count} ways to prune it by 20%, each tested; one after the other"
     assert re.fullmatch(rf"{SECONDS} to {SECONDS}; by the speed measured here", rows["time"])
-    assert re.fullmatch(r"\d+ MiB a trial: fits \(\S+ [MGT]iB are free\)", rows["memory"])
+    assert re.fullmatch(r"\S+ [MG]iB a trial: fits \(\S+ [MGT]iB are free\)", rows["memory"])
     assert rows["model"] == f"{total:,} parameters, {int(0.2 * total):,} of them to go"
     assert rows["tests"] == "perplexity on the embedded text; 7 toy benchmarks, all questions"
     assert rows["results"] == "ray_results/tiny-llama-20-smoke" and rows["details"].startswith("--verbose ")
