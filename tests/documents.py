@@ -28,7 +28,7 @@ from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
 from tune_prune.__main__ import COMMANDS
 from tune_prune.checkpoint import quantisation
-from tune_prune.commands import search
+from tune_prune.commands.options import CommandLine
 from tune_prune.models.catalog import HUB_ALIASES
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +142,7 @@ class Reader:
                 shlex.split(inner[1]) if inner else words[words.index(files[0]) + 1 :] if words[0] == "sbatch" else []
             )
             if arguments:
-                search.parser().parse_args(arguments)
+                CommandLine("search").parse_args(arguments)
         else:
             subprocess.run(["bash", "-ec", statement], cwd=self.folder, check=True)
 

@@ -25,7 +25,7 @@ from tune_prune.checkpoint.card import layers_figure, render, write_card
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.layers import Sizes
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
-from tune_prune.commands import prune
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.config import (
     NOT_REFITTED,
     NOT_TRAINED,
@@ -254,7 +254,7 @@ def test_the_command_makes_the_same_configuration(tmp_path: Path, shape: str) ->
     text = card(tmp_path, {"dtype": "bfloat16"}, config=config, format="hf-padded")
     program, command, *words = shlex.split(code(text, "sh")[-1].replace("\\\n", " "))
     assert (program, command) == ("tune-prune", "prune")
-    args = prune.parser().parse_args(words)
+    args = CommandLine("prune").parse_args(words)
     own = {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}
     assert PruningConfig(**{name: value for name, value in own.items() if value is not None}) == config
     assert (args.model, args.revision, args.calibration, args.seed) == (HUB_ID, "8cde5ca", "wiki.train.txt", 3)

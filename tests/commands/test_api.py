@@ -17,8 +17,9 @@ import tune_prune
 from tests.findings import simulated_study
 from tests.trials import RUN
 from tune_prune.checkpoint import manifest
-from tune_prune.commands import api, flags, options, prune, search
+from tune_prune.commands import api, flags, options, prune
 from tune_prune.commands.opened import Model
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, RECIPE
@@ -85,7 +86,7 @@ def test_keywords_are_options_with_their_defaults_and_help(command: str) -> None
 
 def test_a_search_that_names_nothing_has_the_settings_of_the_command() -> None:
     """Each description of a default says the same."""
-    asked = flags.settings_from(vars(search.parser().parse_args(["--model", "tiny-llama"])))
+    asked = flags.settings_from(vars(CommandLine("search").parse_args(["--model", "tiny-llama"])))
     assert asked == SearchSettings(("tiny-llama",))
     named = {name: option.default for name, option in options.OPTIONS["search"].items() if option.keyword}
     assert flags.settings_from(options.checked("search", named | {"model": "tiny-llama"})) == asked
@@ -112,7 +113,7 @@ def test_a_python_value_goes_straight_to_the_settings(name: str, value: Any, exp
     asked = options.checked("search", {name: value})[name]
     assert asked == expected and type(asked) is type(expected)
     model = [] if name == "model" else ["--model", "tiny-llama"]
-    args = search.parser().parse_args([*model, *options.arguments("search", {name: value})])
+    args = CommandLine("search").parse_args([*model, *options.arguments("search", {name: value})])
     assert (
         tuple(dict.fromkeys(getattr(args, name))) == asked if isinstance(asked, tuple) else getattr(args, name) == asked
     )

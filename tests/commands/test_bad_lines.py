@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tune_prune.__main__
-from tune_prune.commands import search
+from tune_prune.commands.options import CommandLine
 from tune_prune.tuning import space
 
 FLAGS = "--method taylor --seq-len 16 --num-samples 8"
@@ -199,7 +199,7 @@ def test_a_bad_line_is_told_what_to_write(row, folder, refused, monkeypatch):
 
 
 def test_every_flag_of_a_search_refuses_an_empty_value(refusal: Callable[..., str]) -> None:
-    flags = set(re.findall(r"(--[a-z-]+) [A-Z{]", search.parser().format_help_all()))
+    flags = set(re.findall(r"(--[a-z-]+) [A-Z{]", CommandLine("search").format_help_all()))
     assert {"--model", "--limit", "--dtype"} <= flags
     for flag in flags:
         assert flag in refusal("--model", "tiny-llama", "--search-space", "smoke", flag, "")

@@ -85,8 +85,8 @@ def test_no_more_threads_than_cpus(refused, monkeypatch):
 @pytest.mark.parametrize(("chosen", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
 def test_threads_sleep_while_they_wait_unless_the_user_has_chosen(chosen, policy):
     """OpenMP reads the variable when torch is imported."""
-    show = "lambda: print('torch' in sys.modules, os.getenv('OMP_WAIT_POLICY'))"
-    code = f"import os, sys; from tune_prune.commands.flags import run; run({show})"
+    show = "lambda _: print('torch' in sys.modules, os.getenv('OMP_WAIT_POLICY'))"
+    code = f"import os, sys; from tune_prune.commands.flags import run; run('upload', ['x', 'a/b'], {show})"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | chosen
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"False {policy}\n"

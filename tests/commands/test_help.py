@@ -11,13 +11,12 @@ import pytest
 
 import tune_prune.__main__
 from tests.search_folders import TINY
-from tune_prune.commands import analysis, evaluate, prune, reproduce, search, speed, upload
+from tune_prune.commands import prune, search
+from tune_prune.commands.options import COMMANDS, CommandLine
 from tune_prune.commands.prune_request import PruneRequest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.parser import Parser
 
-PARSERS = [module.parser for module in (search, prune, evaluate, speed, upload, reproduce, analysis)]
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
 
@@ -42,7 +41,7 @@ REQUEST = PruneRequest(
     ],
 )
 def test_a_flag_may_repeat_what_the_configuration_says(flags: str, sentence: str | None) -> None:
-    args = prune.parser().parse_args(["--config", "FILE", "--output", "x", *flags.split()])
+    args = CommandLine("prune").parse_args(["--config", "FILE", "--output", "x", *flags.split()])
     if sentence is None:
         prune.check_agreement(args, REQUEST)
     else:
@@ -51,7 +50,7 @@ def test_a_flag_may_repeat_what_the_configuration_says(flags: str, sentence: str
 
 
 def test_the_next_commands_of_a_search_are_command_lines() -> None:
-    parsers = {"prune": prune.parser(), "analysis": analysis.parser()}
+    parsers = {"prune": CommandLine("prune"), "analysis": CommandLine("analysis")}
     two = {"tiny-llama@0.1": "tiny-llama@0.1+lora", "a b": "a b"}
     for winners, outputs in (({}, []), ({"m": "m+lora"}, ["m-pruned"]), (two, ["tiny-llama-0.1-pruned", "a-b-pruned"])):
         lines = [(name, shlex.split(shlex.join(argv))) for name, argv in search.next_commands("my results/x", winners)]
@@ -63,20 +62,21 @@ def test_the_next_commands_of_a_search_are_command_lines() -> None:
         assert kept == [("my results/x", label, output) for label, output in zip(labels, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("parser", PARSERS)
-def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]) -> None:
-    text = parser().format_help_all()
-    for example in parser().examples:
-        parser().parse_args(shlex.split(example))
-        assert f"  {parser().prog} {example}\n" in text
-    assert len(parser().examples) > 1 and "exit codes:\n  0    done" in text
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_examples_that_are_command_lines(name: str) -> None:
+    parser = CommandLine(name)
+    text = parser.format_help_all()
+    for example in parser.examples:
+        parser.parse_args(shlex.split(example))
+        assert f"  {parser.prog} {example}\n" in text
+    assert len(parser.examples) > 1 and "exit codes:\n  0    done" in text
 
 
-@pytest.mark.parametrize("parser", PARSERS)
-def test_help_is_one_screen_and_help_all_has_every_flag(parser, capsys, monkeypatch):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_one_screen_and_help_all_has_every_flag(name, capsys, monkeypatch):
     """With all that is said of a flag; --help has the first paragraph of it, and names --help-all in its last line."""
     monkeypatch.setenv("COLUMNS", "100")
-    p = parser()
+    p = CommandLine(name)
     screen, everything = p.format_help().splitlines(), p.format_help_all()
     assert len(screen) <= 40 and max(map(len, [*screen, *everything.splitlines()])) <= 100
     assert screen[0].startswith(f"usage: {p.prog} ") and screen[-1].startswith(f"{p.prog} --help-all ")

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.conftest import MIXTURES, SIZES, VARIANTS
 from tune_prune.checkpoint import manifest
 from tune_prune.commands import shrink
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
@@ -82,13 +83,13 @@ def test_the_shape_is_one_that_the_engine_takes(tmp_path: Path, variant: str, en
     model_type, fields = (VARIANTS | MIXTURES)[variant]
     rope = {"no_rope_layers": [1, 1, 1, 0]} if variant == "smollm3" else {}
     AutoConfig.for_model(model_type, **SIZES | fields | rope).save_pretrained(tmp_path / "model")
-    args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", engine])
+    args = CommandLine("shrink").parse_args([str(tmp_path / "model"), "--for", engine])
     assert shrink._shape(args, shrink.TARGETS[engine]) == shape
 
 
 def test_rotary_embeddings_that_the_class_for_mlx_lacks_are_refused_before_the_search(tmp_path: Path) -> None:
     AutoConfig.for_model("phi3", **SIZES | VARIANTS["phi3-longrope-tied"][1]).save_pretrained(tmp_path / "model")
-    args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", "mlx"])
+    args = CommandLine("shrink").parse_args([str(tmp_path / "model"), "--for", "mlx"])
     with pytest.raises(
         UserError, match="rotary embeddings of type 'longrope', which the class for mlx_lm does not have"
     ):
@@ -101,7 +102,7 @@ def test_rotary_embeddings_that_the_class_for_mlx_lacks_are_refused_before_the_s
 @pytest.mark.parametrize("family", ["exaone4", "olmo2"])
 def test_a_family_without_a_class_for_mlx_is_refused_before_the_search(tmp_path: Path, family: str) -> None:
     AutoConfig.for_model(family, **SIZES | VARIANTS[family][1]).save_pretrained(tmp_path / "model")
-    args = shrink.parser().parse_args([str(tmp_path / "model"), "--for", "mlx"])
+    args = CommandLine("shrink").parse_args([str(tmp_path / "model"), "--for", "mlx"])
     with pytest.raises(
         UserError, match=rf"mlx_lm runs pruned models of llama, .*, and not of {family}; take --for transf"
     ):

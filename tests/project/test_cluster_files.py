@@ -18,7 +18,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import tune_prune
-from tune_prune.commands import search
+from tune_prune.commands.options import CommandLine
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "scripts" / "cluster"
@@ -77,7 +77,7 @@ def test_what_kuberay_reads_is_of_this_version_and_a_search() -> None:
         assert container["image"].endswith(f"/tune_prune:{tune_prune.__version__}")
     arguments = shlex.split(job["spec"]["entrypoint"])
     assert arguments[:2] == ["tune-prune", "search"]
-    flags = search.parser().parse_args(arguments[2:])
+    flags = CommandLine("search").parse_args(arguments[2:])
     assert (flags.address, flags.storage_path.split("/")[1]) == ("auto", "shared")
     assert f"FROM rayproject/ray:{ray.__version__}-py311" in (FILES / "Dockerfile").read_text()
 

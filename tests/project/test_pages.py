@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import tomllib
@@ -13,8 +12,8 @@ import yaml
 
 import tune_prune
 from tests.documents import blocks, statements
-from tune_prune.__main__ import COMMANDS
 from tune_prune.checkpoint.gguf.architecture import ARCHITECTURES
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
@@ -114,7 +113,7 @@ def test_every_page_is_in_the_index_and_every_benchmark_on_its_page() -> None:
 
 @pytest.mark.parametrize("words", LINES, ids=" ".join)
 def test_a_command_is_read(words: list[str]) -> None:
-    assert vars(importlib.import_module(COMMANDS[words[0]][0]).parser().parse_args(words[1:]))  # else argparse exits
+    assert vars(CommandLine(words[0]).parse_args(words[1:]))  # else argparse exits
 
 
 def test_one_version() -> None:

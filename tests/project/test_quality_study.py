@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import quality_study
 
-from tune_prune.commands import search
+from tune_prune.commands.options import CommandLine
 from tune_prune.tuning import space as search_space
 
 LIMIT = ["--limit", "100", "--perplexity-tokens", "16384"]
@@ -54,7 +54,7 @@ def test_the_searches_make_every_row_of_every_record(name, tmp_path, commands):
     shapes: dict[str, Any] = {}
     made: dict[str, Counter[tuple[str, str]]] = {}  # experiment -> (model, configuration) -> draws
     for words in commands:
-        args = search.parser().parse_args(words[1:])
+        args = CommandLine("search").parse_args(words[1:])
         assert args.inline and args.data_dir == str(tmp_path)
         assert name == "embedded" or words[words.index("--limit") :][:4] == tuple(LIMIT)
         space = search_space.load(args.search_space)

@@ -13,8 +13,7 @@ import pytest
 import study
 
 from tune_prune.analysis.input.items import GOLD
-from tune_prune.commands import search
-from tune_prune.commands.analysis import parser as analysis_parser
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.store import RESULTS
@@ -90,7 +89,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> Any
 
 def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) -> None:
     *searches, analysis = commands("--inline", "--pruning-ratio", "0.1", "--judge", "blockwise-s16-n128")
-    asked = [search.parser().parse_args(words[1:]) for words in searches]
+    asked = [CommandLine("search").parse_args(words[1:]) for words in searches]
     assert [args.name.removeprefix("study-smollm2-") for args in asked] == [
         *("grid", "recommended"), *["judged"] * 6, *["ratios"] * 2,
     ]  # fmt: skip
@@ -112,7 +111,7 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
     ]  # fmt: skip
     assert [space["recovery"] for space in spaces[2:4]] == [("none",), ("lora",)]
     assert [space["pruning_ratio"] for space in spaces] == [(0.1,)] * 6 + [(0.05, 0.15)] * 2
-    args = analysis_parser().parse_args(analysis[1:])
+    args = CommandLine("analysis").parse_args(analysis[1:])
     assert [Path(folder).name for folder in args.folders] == ["study-smollm2-judged", "study-smollm2-ratios"]
     output = tmp_path / "results" / "study-smollm2"
     for step in study.STEPS:  # as the search has written it, but for where it ran
@@ -133,7 +132,7 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
 def test_an_earlier_grid_is_taken_from_its_csv(commands: Any) -> None:
     earlier = Path(study.__file__).parents[1] / "docs" / "studies" / "smollm2-135m" / "grid.csv"
     ran = commands("--grid", str(earlier))
-    searches = [search.parser().parse_args(words[1:]) for words in ran if words[0] == "search"]
+    searches = [CommandLine("search").parse_args(words[1:]) for words in ran if words[0] == "search"]
     assert [args.search_space.rpartition("study-smollm2-")[2] for args in searches][:3] == [
         *("recommended", "judged-layerwise-s32-n256.yaml", "judged-taylor-s256-n128.yaml"),
     ]
@@ -142,7 +141,7 @@ def test_an_earlier_grid_is_taken_from_its_csv(commands: Any) -> None:
 
 
 def test_what_judges_has_not_chosen(commands: Any, data: Path) -> None:
-    searches = [search.parser().parse_args(words[1:]) for words in commands() if words[0] == "search"]
+    searches = [CommandLine("search").parse_args(words[1:]) for words in commands() if words[0] == "search"]
     (judging,) = {Path(args.data_dir) for args in searches[2:]}
     read = {str(path.relative_to(judging)): path.read_text().split() for path in judging.rglob("*.*")}
     assert read == {

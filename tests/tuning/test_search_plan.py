@@ -24,6 +24,7 @@ from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.commands import plan_page, search
 from tune_prune.commands.flags import settings_from
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.ledger import Ledger, write_baselines
 from tune_prune.core.records import TrialRecord
@@ -247,7 +248,7 @@ def rerun(model: ModelPlan, spec: TrialSpec, folder: Path, *draws: int) -> Plan:
     assert text is not None
     space, again = text.splitlines()
     subprocess.run(["bash", "-c", space], check=True)
-    return make_plan(settings_from(vars(search.parser().parse_args(shlex.split(again)[2:]))))
+    return make_plan(settings_from(vars(CommandLine("search").parse_args(shlex.split(again)[2:]))))
 
 
 @pytest.mark.parametrize("shape", ["free", "uniform-8"])

@@ -6,17 +6,17 @@ model with everything that supports it: tables, figures, a report, a page.
 
 from __future__ import annotations
 
+import argparse
 import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tune_prune.commands.options import OPTIONS, CommandLine
+from tune_prune.commands import flags
+from tune_prune.commands.options import OPTIONS
 from tune_prune.core import terminal
-from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable, parse_json
 from tune_prune.core.store import BEST_OF_MODEL, EXPERIMENT, LEDGER, FolderStore
@@ -33,20 +33,13 @@ _OF_REPORT = ("rule", "within", "percent", "lang", "seed", "output")  # flags of
 _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
 
 
-def parser() -> CommandLine:
-    return CommandLine("analysis")
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _main(arguments), advice="the same command writes everything again")
+    return flags.run("analysis", argv, _main, "the same command writes everything again")
 
 
 @terminal.shown()
-def _main(argv: list[str]) -> None:
+def _main(args: argparse.Namespace) -> None:
     """Read what was named, write everything about it below --output, and say what a person must know of it."""
-    args = parser().parse_args(argv)
     if not args.folders and not args.csv:
         raise UserError(
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"

@@ -7,12 +7,11 @@ those of a pruned checkpoint its trial's, which are printed beside them where th
 
 from __future__ import annotations
 
-import sys
+import argparse
 from dataclasses import asdict
 from pathlib import Path
 
 from tune_prune.commands import flags
-from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
@@ -21,18 +20,12 @@ from tune_prune.core.terminal import say
 from tune_prune.models.gguf.files import FLOATS, SUFFIX
 
 
-def parser() -> CommandLine:
-    return CommandLine("evaluate")
-
-
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.run(lambda: _main(argv))
+    return flags.run("evaluate", argv, _main)
 
 
 @terminal.shown()
-def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def _main(args: argparse.Namespace) -> None:
     if args.base is not None and not args.kl and Path(args.model).suffix != SUFFIX:
         raise UserError(f"--base {args.base} is read with --kl, or for a GGUF file; add --kl, or leave it out")
     output = None if args.output is None else flags.record_file(args.output, "metrics", "an evaluation")

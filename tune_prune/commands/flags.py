@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.commands.option_kinds import Several, TaskName
+from tune_prune.commands.options import CommandLine
 from tune_prune.core import machine
 from tune_prune.core.ending import exit_code
 from tune_prune.core.errors import UserError
@@ -28,8 +29,16 @@ SEARCH = ("tune-prune", "search")
 task_names = Several(TaskName(), "boolq,piqa").read  # a type of a script's flag
 
 
-def run(main: Callable[[], None]) -> int:
-    """Call `main` and return the exit code."""
+def run(command: str, argv: list[str] | None, body: Callable[[argparse.Namespace], None], advice: str = "") -> int:
+    """Call `body` with the values of that command's line (None: this process's), and its words as `argv`. Returns the exit code;
+    what ends the command has `advice`, as in `exit_code`."""
+    words = sys.argv[1:] if argv is None else argv
+
+    def main() -> None:
+        args = CommandLine(command).parse_args(words)
+        args.argv = words
+        body(args)
+
     # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines. Who sits at a
     # terminal sees the hub's downloads, which may last longer than all the rest.
     if sys.stderr is None or not sys.stderr.isatty():
@@ -44,7 +53,7 @@ def run(main: Callable[[], None]) -> int:
     # torch and transformers make a million objects that stay to the end: to look through them for garbage once more at the exit
     # takes 1.5 s.
     atexit.register(gc.freeze)
-    return exit_code(main)
+    return exit_code(main, advice)
 
 
 class _Warnings(logging.Handler):

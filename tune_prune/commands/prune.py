@@ -10,13 +10,11 @@ import argparse
 import contextlib
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.commands import flags
-from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
@@ -34,18 +32,12 @@ if TYPE_CHECKING:
     from tune_prune.core.records import StageReport
 
 
-def parser() -> CommandLine:
-    return CommandLine("prune")
-
-
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.run(lambda: _main(argv))
+    return flags.run("prune", argv, _main)
 
 
 @terminal.shown()
-def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def _main(args: argparse.Namespace) -> None:
     _check_flags(args)
 
     from tune_prune.checkpoint.save import check_folder

@@ -7,15 +7,14 @@ their sample text, which other machines and versions round differently.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.commands import flags
-from tune_prune.commands.options import CommandLine
 from tune_prune.core import temporary, terminal
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.core.kinds import KNOWN_TEXTS, texts_of
@@ -26,18 +25,12 @@ if TYPE_CHECKING:
     from tune_prune.commands.prune_request import PruneRequest
 
 
-def parser() -> CommandLine:
-    return CommandLine("reproduce")
-
-
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.run(lambda: _main(argv))
+    return flags.run("reproduce", argv, _main)
 
 
 @terminal.shown()
-def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def _main(args: argparse.Namespace) -> None:
     output = None if args.output is None else Path(args.output).expanduser().absolute()
 
     from tune_prune.checkpoint.save import SHARD_BYTES, check_folder

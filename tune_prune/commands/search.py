@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from tune_prune import __version__
 from tune_prune.commands import flags
-from tune_prune.commands.options import CommandLine
 from tune_prune.core import ending, terminal
 from tune_prune.core.errors import UserError
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
@@ -38,31 +37,27 @@ _BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.run(lambda: _main(argv))
+    return flags.run("search", argv, _main)
 
 
-def parser() -> CommandLine:
-    return CommandLine("search")
-
-
-def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def _main(args: argparse.Namespace) -> None:
     if args.status is not None:
         from tune_prune.commands import status
 
         say(status.shown(args.status, args.storage_path, args.json))
         return
     with started_early(not (args.inline or args.address or args.dry_run)):
-        _search(args, argv)
+        _search(args)
 
 
-def _search(args: argparse.Namespace, argv: list[str]) -> None:
+def _search(args: argparse.Namespace) -> None:
     with terminal.shown(), terminal.waiting("starting: loading torch and transformers ..."):
         asked = flags.settings_from(vars(args))
     with _log(args.log_json) as log:
-        log.event("start", command=[*flags.SEARCH, *argv], host=platform.node(), pid=os.getpid(), version=__version__)
-        _run(args, argv, asked, log)
+        log.event(
+            "start", command=[*flags.SEARCH, *args.argv], host=platform.node(), pid=os.getpid(), version=__version__
+        )
+        _run(args, asked, log)
 
 
 @contextlib.contextmanager
@@ -83,7 +78,7 @@ def _log(wanted: bool) -> Iterator[JsonLog]:
             raise
 
 
-def _run(args: argparse.Namespace, argv: list[str], asked: SearchSettings, log: JsonLog) -> None:
+def _run(args: argparse.Namespace, asked: SearchSettings, log: JsonLog) -> None:
     from tune_prune.analysis.cost import cost_line
     from tune_prune.analysis.render.messages import one_line
     from tune_prune.analysis.verdict import winners
@@ -115,7 +110,7 @@ def _run(args: argparse.Namespace, argv: list[str], asked: SearchSettings, log: 
         say("\ndry run: nothing was started")
         return
     say()
-    command, started = [*flags.SEARCH, *argv], time.monotonic()
+    command, started = [*flags.SEARCH, *args.argv], time.monotonic()
     again = shlex.join(command)
     kept = ending.advised(f"finished trials are kept; to go on, run the same command again:\n  {again}")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +71,11 @@ TARGETS = {
 }
 
 
-def parser() -> CommandLine:
-    return CommandLine("shrink")
-
-
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.run(lambda: _main(argv))
+    return flags.run("shrink", argv, _main)
 
 
-def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def _main(args: argparse.Namespace) -> None:
     if args.quick and args.thorough:
         raise UserError("--quick and --thorough are given; leave one of them out")
     if args.quantize is not None and vars(args)["for"] == "mlx":
@@ -91,7 +84,7 @@ def _main(argv: list[str]) -> None:
         )
     if args.tensor_parallel is not None and vars(args)["for"] != "vllm":
         raise UserError(f"--tensor-parallel {args.tensor_parallel} is for vLLM; add --for vllm, or leave it out")
-    again = shlex.join(["tune-prune", "shrink", *argv])
+    again = shlex.join(["tune-prune", "shrink", *args.argv])
     with (
         started_early(not (args.dry_run or args.inline)),
         ending.advised(f"what is done is kept; to go on:\n  {again}"),
@@ -335,7 +328,7 @@ def _speeds(
             release(torch.device("cuda"))  # what this process has measured with: the engine wants the whole GPU
         try:
             line = ["--model", str(folder), "--engine", engine, "--repeats", "3"]
-            speeds, _, version = speed.measured(speed.parser().parse_args(line))
+            speeds, _, version = speed.measured(CommandLine("speed").parse_args(line))
             return speeds, version
         except UserError as error:
             say(f"note         no speed in {engine}: {error}")

@@ -8,14 +8,12 @@ them beside accuracy and size. Only the plan counts: a refit or a training chang
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.commands import flags
-from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import DamagedFile, parse_json, to_json
@@ -35,18 +33,12 @@ if TYPE_CHECKING:
 BATCH = 1  # of what a person waits for; throughput of large batches is another question
 
 
-def parser() -> CommandLine:
-    return CommandLine("speed")
-
-
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.run(lambda: _main(argv))
+    return flags.run("speed", argv, _main)
 
 
 @terminal.shown()
-def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def _main(args: argparse.Namespace) -> None:
     if args.config is None and args.model is None:
         raise UserError("--config or --model is missing; name an experiment, or a pruned checkpoint")
     if args.engine != "transformers":

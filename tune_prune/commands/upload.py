@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from tune_prune.commands import flags
-from tune_prune.commands.options import CommandLine
 from tune_prune.core import terminal
 from tune_prune.core.terminal import say
 
 
-def parser() -> CommandLine:
-    return CommandLine("upload")
-
-
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.run(lambda: _main(argv))
+    return flags.run("upload", argv, _main)
 
 
 @terminal.shown()
-def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def _main(args: argparse.Namespace) -> None:
     upload(Path(args.folder).expanduser().absolute(), args.repo, args.public, args.dry_run)
 
 
