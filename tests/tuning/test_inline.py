@@ -118,7 +118,7 @@ def test_an_interrupted_search_keeps_what_is_finished_and_says_how_to_go_on(
     assert len(records) == 3 and first in records
     assert (tmp_path / "one" / "all_methods_results.csv").exists()
     lost = json.loads((tmp_path / "one" / "cost.json").read_text())["lost_work"]  # the interrupted trial had one stage
-    assert (lost["attempts"], lost["stages"]) == (1, 1) and lost["seconds"] > lost["unfinished_seconds"] >= 0
+    assert (lost["attempts"], lost["stages"]) == (1, 1) and lost["seconds"] > 0
 
 
 @pytest.mark.slow

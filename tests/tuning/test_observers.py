@@ -5,22 +5,17 @@ from __future__ import annotations
 import errno
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.trial_messages import stage_message
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
-from tune_prune.core.ledger import write_pass
-from tune_prune.core.records import StageReport
-from tune_prune.tuning.messages import JobMessage, TrialMessage
-from tune_prune.tuning.observers.lost_work import LostWork
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.resources import TrialResources
-from tune_prune.tuning.work import PrepareJob, TrialSpec
+from tune_prune.tuning.work import TrialSpec
 from tune_prune.tuning.worker import WorkerSettings
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
@@ -90,37 +85,3 @@ def test_tensorboard_has_no_thread_for_each_trial_that_runs(tmp_path):
         "duration_s/perplexity",
         "perplexity/ppl",
     ]
-
-
-def test_what_an_attempt_had_done_before_it_died_is_kept(tmp_path: Path):
-    settings = WorkerSettings(tmp_path, tmp_path, TrialResources())
-    now = 100.0
-    lost = LostWork(settings, clock=lambda: now)
-    lost.on_start(SPEC)
-    now += 5
-    message = stage_message("k", "perplexity", duration_s=4.0, tokens=7)
-    settings.ledger.note(message.record)  # by the worker
-    lost.on_message(SPEC, message)
-    now += 3
-    lost.on_start(SPEC)  # its worker has died
-    (attempt,) = settings.ledger.attempts([])
-    assert [stage.stage for stage in attempt.stages] == ["perplexity"] and attempt.elapsed_time_s == 4.0 + 3.0
-    again = replace(message.record, started_at="2026-01-01T00:00:00+00:00")
-    settings.ledger.note(again)
-    assert len(settings.ledger.attempts([])) == 2
-    lost.on_end(SPEC, TrialMessage(settings.end(again, "complete")))  # which says the same
-    lost.note_all()
-    assert settings.ledger.attempts([]) == [attempt]
-    assert settings.ledger.attempts([message.record]) == []
-
-    job = PrepareJob(RUN, Samples(16))
-    lost.on_start(job)
-    now += 10
-    write_pass(settings.store, {"model": RUN.label, "seq_len": 16}, StageReport("removal", 6.0, tokens=9))
-    lost.note_all()  # the search is interrupted: what a pass has noted itself is not lost
-    (unfinished,) = [attempt for attempt in settings.ledger.attempts([]) if not attempt.stages]
-    assert unfinished.elapsed_time_s == pytest.approx(4.0) and unfinished.model == RUN.label
-    lost.on_start(job)
-    lost.on_end(job, JobMessage())
-    lost.note_all()
-    assert len(settings.ledger.attempts([])) == 2

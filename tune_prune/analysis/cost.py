@@ -50,7 +50,7 @@ def write_cost(
     """Write cost.json of the experiment in `store`, and return it as plain data.
 
     What attempts that were `killed` had computed is in all sums, and once more in `lost_work`: other attempts at the same trials
-    found most of it in the cache, and none of their unfinished stages.
+    found most of it in the cache. A stage in which one was killed counts nowhere.
     `predicted` (`CostEstimate.to_dict`) stands beside what this start has measured: what is there now less what was there
     `before` it, and `wall_seconds` from its beginning to its end.
     """
@@ -59,7 +59,7 @@ def write_cost(
     seconds, computed = now["seconds"], now["computed"]
     total = sum(seconds.values())
     statistics = [s for s in in_order(sorted({"importance", "removal", *computed})) if s not in MODEL_STAGES]
-    lost, lost_s = totals(killed, {}, []), sum(attempt.elapsed_time_s for attempt in killed)
+    lost = totals(killed, {}, [])
     cost = {
         "trials": len(records),
         **{f"{pass_name(stage)}_passes": computed[stage] for stage in statistics},
@@ -73,8 +73,7 @@ def write_cost(
             "attempts": len(killed),
             "stages": sum(len(attempt.stages) for attempt in killed),
             "tokens": sum(lost["tokens"].values()),
-            "seconds": lost_s,
-            "unfinished_seconds": lost_s - sum(lost["seconds"].values()),
+            "seconds": sum(lost["seconds"].values()),
         },
     }
     if predicted is not None:

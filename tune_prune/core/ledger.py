@@ -11,7 +11,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -52,16 +52,9 @@ class Ledger:
         failed = self._store.has(_failed(key)) and not self._store.has(_name(key))
         return self._store.path(_failed(key) if failed else _name(key))
 
-    def note(self, record: TrialRecord, unfinished_s: float | None = None) -> None:
-        """Keep a running record, in place of what was noted of this attempt before: all that is there of one that is killed.
-        `unfinished_s`: it died so many seconds after its last stage, of which its own note may know more stages."""
-        name = _attempt(record)
-        if unfinished_s is not None:
-            earlier = self._noted(name)
-            if earlier is not None and len(earlier.stages) > len(record.stages):
-                record = earlier
-            record = replace(record, elapsed_time_s=unfinished_s + sum(stage.duration_s for stage in record.stages))
-        put_sealed(self._store, name, record.to_dict())
+    def note(self, record: TrialRecord) -> None:
+        """Keep a running record, in place of what was noted of this attempt before: all that is there of one that is killed."""
+        put_sealed(self._store, _attempt(record), record.to_dict())
 
     def write(self, record: TrialRecord) -> TrialRecord:
         """Record a trial that has ended, and return what the ledger holds of it now: a failed record is replaced, a finished one

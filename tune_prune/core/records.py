@@ -110,7 +110,7 @@ class TrialRecord:
     stages: list[StageReport] = field(default_factory=list)  # without their metrics and slices
     search_id: str = ""  # of the start that ran it
     started_at: str = ""  # ISO 8601, UTC
-    elapsed_time_s: Amount = 0.0  # of its stages; of one that was killed that of its unfinished stage, too
+    elapsed_time_s: Amount = 0.0  # of its stages
     peak_memory_bytes: Count = 0  # of its stages the largest
     host: str = ""
     device_name: str = ""  # of the GPU or CPU; empty where the model was never opened

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.ledger import Experiment, write_baselines
@@ -13,7 +13,6 @@ from tune_prune.core.store import TENSORBOARD
 from tune_prune.core.terminal import say
 from tune_prune.models import catalog, loading
 from tune_prune.tuning import inline, set_up_ray
-from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.results import FailuresObserver, PrepareLines, PrepareObserver
 from tune_prune.tuning.observers.status import StatusObserver
@@ -69,7 +68,7 @@ def run_batch(
     used = min(slots, max(1, len(jobs) + count))  # as in the plan
     line = LiveLine(trials, len(finished) + count, finished, cost=plan.cost, jobs=jobs, slots=used)
     told = StatusObserver(settings, len(finished) + count, len(finished), used, line.seconds_left)
-    lost, preparations = LostWork(settings), PrepareObserver(_keeper(held, settings))
+    preparations = PrepareObserver(_keeper(held, settings))
     curves = TensorBoardObserver(plan.experiment_dir / TENSORBOARD, labels_of_groups(plan.trials))
 
     def warn(text: str) -> None:
@@ -77,12 +76,12 @@ def run_batch(
         say(f"warning: {text}", sys.stderr)
 
     followers = Observers(
-        keepers=[lost, preparations, FailuresObserver(rule.forget)],
+        keepers=[preparations, FailuresObserver(rule.forget)],
         views=[curves, PrepareLines(len(jobs), line.say), line, told, *observers],
         warn=warn,
     )
     try:
-        with _noted(lost, warn), told:
+        with told:
             if plan.settings.inline:
                 inline.run(queue, trials, rule, settings, followers)
             else:
@@ -137,17 +136,3 @@ def _keeper(held: Experiment, settings: WorkerSettings) -> Callable[[ModelRun, T
         settings.ledger.forget(baseline)
 
     return keep
-
-
-@contextmanager
-def _noted(lost: LostWork, warn: Callable[[str], None]) -> Iterator[None]:
-    """Within it trials run; what attempts that were killed had done is noted at its end, however that comes."""
-    try:
-        yield
-    except BaseException:  # which is what is told, whatever can be noted
-        try:
-            lost.note_all()
-        except Exception as error:  # noqa: BLE001  # said
-            warn(f"cost.json leaves out the work of interrupted attempts: {error}")
-        raise
-    lost.note_all()
