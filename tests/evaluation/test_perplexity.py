@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -17,7 +15,7 @@ from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 from tests.residencies import FEW, WAYS, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.data.perplexity_text import TEXT_FILE, WIKITEXT2, load_text, perplexity_fingerprint
-from tune_prune.evaluation.perplexity import PerplexityResult, perplexity, windows_at_once
+from tune_prune.evaluation.perplexity import perplexity, windows_at_once
 from tune_prune.models.head import NextTokenLosses
 
 LIMIT = 32
@@ -135,16 +133,3 @@ def test_a_text_that_cannot_be_had_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserError, match=r"hub \(ConnectionError\).*--data-dir"):
         load_text(None, embedded=False)
-
-
-def test_a_stored_perplexity_is_that_of_its_loss() -> None:
-    for ppl, loss, tokens, possible in (
-        (math.exp(2.5), 2.5, 7, True),
-        (math.inf, 800.0, 7, True),
-        (12.0, 2.6, 7, False),
-    ):
-        arrays = {"ppl": np.array(ppl), "mean_loss": np.array(loss), "num_tokens": np.array(tokens)}
-        with (
-            contextlib.nullcontext() if possible else pytest.raises(ValueError, match="not the perplexity of its loss")
-        ):
-            assert PerplexityResult.from_arrays(arrays).num_tokens == tokens

@@ -10,7 +10,7 @@ Legend: N tokens of all samples, B samples of a batch, T tokens of its longest, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -55,17 +55,6 @@ class Divergence:
         ]
         parts = np.split(values.astype(np.float64), np.cumsum(sizes)[:-1])
         return cls(np.array([part.mean() for part in parts]), np.array(sizes, dtype=np.int64))
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Divergence:
-        """Return the divergence whose fields these are. Raises KeyError or ValueError."""
-        divergence = cls(arrays["nats"], arrays["tokens"])
-        nats, tokens = divergence.nats, divergence.tokens
-        if nats.shape != tokens.shape or nats.dtype != np.float64 or not tokens.size:
-            raise ValueError("it does not have a divergence for every block")
-        if (tokens < 1).any():
-            raise ValueError("it has blocks without tokens")
-        return divergence
 
     def to_dict(self) -> dict[str, list[float]]:
         """Return the fields as kl.json has them."""

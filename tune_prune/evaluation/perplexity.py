@@ -7,10 +7,8 @@ differs from theirs in one point: the last, shorter window counts too, so that e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -36,14 +34,6 @@ class PerplexityResult:
     ppl: float  # inf when the loss is infinite or too large, nan when it is nan
     mean_loss: float
     num_tokens: int
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PerplexityResult:
-        """Return the result of which each field was made an array. Raises KeyError, TypeError or ValueError."""
-        result = cls(float(arrays["ppl"]), float(arrays["mean_loss"]), int(arrays["num_tokens"]))
-        if result.num_tokens < 1 or not np.isclose(result.ppl, _exp(result.mean_loss), equal_nan=True):
-            raise ValueError("it is not the perplexity of its loss")
-        return result
 
 
 @torch.inference_mode()

@@ -57,7 +57,9 @@ def measure_perplexity(context: TrialContext, recipe: Recipe) -> tuple[Perplexit
     key = context.measurement_key(
         recipe.structure, text=context.contents.text, window=context.perplexity_window, **bound
     )
-    stored = context.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
+    stored = context.artifacts.get(
+        "perplexity", key, lambda arrays: PerplexityResult(**{name: array.item() for name, array in arrays.items()})
+    )
     if stored is not None:
         return stored, 0
     tokens, window, config = context.perplexity_tokens, context.perplexity_window, context.loaded.model.config
@@ -115,7 +117,7 @@ def measure_kl(
     keys: dict[str, dict[str, Any]] = {}
     for name, samples in parts.items():
         keys[name] = context.measurement_key(recipe.structure, tokens=_content(samples), block=BLOCKS[name], **other)
-        stored = context.artifacts.get("kl", keys[name], Divergence.from_arrays)
+        stored = context.artifacts.get("kl", keys[name], lambda arrays: Divergence(**arrays))
         if stored is not None:
             divergences[name] = stored
     if len(divergences) == len(parts):
