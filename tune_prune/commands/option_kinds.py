@@ -89,25 +89,6 @@ class Repository(_Named):
         return fits and not re.search(r"--|\.\.|\.git$", value)
 
 
-@dataclass(frozen=True)
-class Number(Kind):
-    """Numbers within bounds, both included; `words` names them with their unit and an example."""
-
-    low: float
-    high: float
-    words: str
-    is_text = False
-
-    def __str__(self) -> str:
-        return self.words
-
-    def read(self, text: str) -> float:
-        return self.of(float(text))
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and self.low <= value <= self.high
-
-
 class Size(_Named):
     """An amount of memory in bytes; as text with a unit."""
 

@@ -22,7 +22,6 @@ from tune_prune.commands.option_kinds import (
     GpuKind,
     LabelledAccuracy,
     LabelledPlace,
-    Number,
     Place,
     Repository,
     Several,
@@ -35,7 +34,7 @@ from tune_prune.commands.option_kinds import (
 from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.kinds import Choice, Kind, Whole, plain
+from tune_prune.core.kinds import Choice, Kind, Real, Whole, plain
 from tune_prune.core.measures import MEASURES
 from tune_prune.core.parser import Once, Parser, help_lines
 from tune_prune.pruning.methods import method_names
@@ -361,7 +360,7 @@ SEARCH = Command(
             Option("cpus_per_trial", Amount("cpus_per_trial", allow_zero=False), "X",
                 "CPUs and threads of a trial (default: auto, 1, or up to 4 where it has a GPU)", default="auto"
             ),
-            Option("trial_timeout", Number(1, 1e9, "a number of seconds from 1 to 1e9, e.g. 3600"), "SECONDS",
+            Option("trial_timeout", Real(1, 1e9, "a number of seconds from 1 to 1e9, e.g. 3600"), "SECONDS",
                 "end a trial that takes longer, and record it as failed (hung); what prepares the trials is tried once more "
                 "(default: no limit)"
             ),
@@ -456,7 +455,7 @@ PRUNE = Command(
             Option("dtype", Choice(("float32", "bfloat16", "float16")), "",
                 "data type of the saved weights (default: the original model's)"
             ),
-            Option("shard_gb", Number(0.0001, 1e6, "a number of gigabytes from 0.0001 to 1e6, e.g. 5"), "GB",
+            Option("shard_gb", Real(0.0001, 1e6, "a number of gigabytes from 0.0001 to 1e6, e.g. 5"), "GB",
                 "largest size of a weight file, in 10^9 bytes (default: 5)", default=5.0
             ),
             OVERWRITE,
@@ -620,7 +619,7 @@ ANALYSIS = Command(
                 "\n".join(["how the best is chosen (default: %(default)s)", *(f"{rule:21}{how}" for rule, how in RULES.items())]),
                 default="accuracy"
             ),
-            Option("within", Number(0, 100, "a number of percentage points from 0 to 100, e.g. 2 or 0.5"), "POINTS",
+            Option("within", Real(0, 100, "a number of percentage points from 0 to 100, e.g. 2 or 0.5"), "POINTS",
                 "with smallest: points below the original model's accuracy (default: 2)"
             ),
             switch("percent", "write accuracies as 59.80, not .5980 (CSV and JSON files keep fractions)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,15 +10,17 @@ from typing import Any, Literal
 from tune_prune.core.kinds import (
     NORMALIZATIONS,
     Choice,
-    Fraction,
     Kind,
     MethodName,
-    Part,
+    Ratio,
+    Real,
     ShapeName,
-    Share,
     TextNames,
     Whole,
+    share,
 )
+
+_RATIO = Ratio(0.0, math.nextafter(1.0, 0.0), "a number above 0 and below 1, e.g. 0.2 for 20% smaller")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ HYPERPARAMETERS = {
             "pieces of sample text", "statistics", name_prefix="n", older="taylor_num_samples", required=True,
         ),
         Hyperparameter(
-            "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
+            "pruning_ratio", "Pruning ratio", _RATIO, "0.2",
             "share of all parameters to remove", "selection", 0.2, name_prefix=None, always_in_key=True,
         ),
         Hyperparameter(
@@ -110,7 +113,7 @@ HYPERPARAMETERS = {
             "recipe", "none",
         ),
         Hyperparameter(
-            "damping", "Damping", Share(100.0), "0.1",
+            "damping", "Damping", share(100.0), "0.1",
             "repair: how strongly it keeps to the old weights, in parts of the inputs' mean energy", "recipe", 0.1, "l",
             of="compensation",
         ),
@@ -129,7 +132,7 @@ HYPERPARAMETERS = {
             "training: steps, each on 4 pieces of sample text of 128 tokens", "recipe", 100, "i", of="recovery",
         ),
         Hyperparameter(
-            "recovery_rate", "Recovery rate", Share(1.0), "0.001",
+            "recovery_rate", "Recovery rate", share(1.0), "0.001",
             "training: largest learning rate", "recipe", 0.001, "e", of="recovery",
         ),
         Hyperparameter(
@@ -142,7 +145,7 @@ HYPERPARAMETERS = {
             "statistics", 1, "k", later=True,
         ),
         Hyperparameter(
-            "removal_power", "Removal power", Share(10.0), "0.5",
+            "removal_power", "Removal power", share(10.0), "0.5",
             "layerwise and blockwise only: power of the factor for a whole block; near 0 they are taylor",
             "statistics", 1.0, "p", later=True,
         ),
@@ -154,11 +157,11 @@ HYPERPARAMETERS = {
             "layer  that of the layer's own", "selection", "none", "by_", later=True,
         ),
         Hyperparameter(
-            "layer_cap", "Layer cap", Share(1.0), "0.5",
+            "layer_cap", "Layer cap", share(1.0), "0.5",
             "largest share of a layer's KV groups, and of its MLP channels, that may be removed", "selection", 1.0, "x", later=True,
         ),
         Hyperparameter(
-            "whole_experts", "Whole experts", Part(), "0.5",
+            "whole_experts", "Whole experts", Real(0.0, 1.0, "a number from 0 to 1"), "0.5",
             "mixtures of experts only: share of the removal that is whole experts and attention; the rest is channels inside of "
             "the experts that stay", "selection", 1.0, "w", later=True,
         ),

@@ -87,68 +87,47 @@ class Whole(Kind):
         return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
 
 
-class Fraction(Kind):
+@dataclass(frozen=True)
+class Real(Kind):
+    """Numbers within bounds, both included, or the lower one excluded (`above`); `words` names them."""
+
+    low: float
+    high: float
+    words: str
+    above: bool = False
+    is_text = False
+
+    def __str__(self) -> str:
+        return self.words
+
+    def read(self, text: str) -> float:
+        if "_" in text:  # Python reads 0.1_5, which is a slip of the finger
+            raise ValueError(text)
+        return float(self.of(float(text)))
+
+    def holds(self, value: Any) -> bool:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return number and self.low <= value <= self.high and not (self.above and value == self.low)
+
+    def short(self, value: float) -> str:
+        return f"{value:g}"
+
+
+def share(high: float) -> Real:
+    """Return the numbers above 0, at most `high`."""
+    return Real(0.0, high, f"a number above 0, at most {high:g}", above=True)
+
+
+class Ratio(Real):
     """A part of a whole: above 0 where it is asked for, also 0 (nothing is removed) in a configuration."""
 
-    is_text = False
-
-    def __str__(self) -> str:
-        return "a number above 0 and below 1, e.g. 0.2 for 20% smaller"
-
-    def read(self, text: str) -> float:
-        if not 0 < (value := _float(text)) < 1:
-            raise ValueError(text)
-        return value
-
-    def of(self, value: Any) -> float:
-        if not self.holds(value) or not value:
+    def of(self, value: Any) -> Any:
+        if not value:
             raise ValueError(value)
-        return value
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-
-
-@dataclass(frozen=True)
-class Share(Kind):
-    """A number above 0, at most `high`."""
-
-    high: float
-    is_text = False
-
-    def __str__(self) -> str:
-        return f"a number above 0, at most {self.high:g}"
-
-    def read(self, text: str) -> float:
-        if not self.holds(value := _float(text)):
-            raise ValueError(text)
-        return value
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= self.high
+        return super().of(value)
 
     def short(self, value: float) -> str:
-        return f"{value:g}"
-
-
-class Part(Kind):
-    """A part of a whole, 0 and 1 included."""
-
-    is_text = False
-
-    def __str__(self) -> str:
-        return "a number from 0 to 1"
-
-    def read(self, text: str) -> float:
-        if not self.holds(value := _float(text)):
-            raise ValueError(text)
-        return value
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-
-    def short(self, value: float) -> str:
-        return f"{value:g}"
+        return str(value)
 
 
 @dataclass(frozen=True)
@@ -215,13 +194,6 @@ class TextNames(Kind):
 
     def short(self, value: str) -> str:
         return "+".join(re.sub(r"[^\w.]", "_", PurePath(part).stem)[:MAX_STEM] for part in texts_of(value))
-
-
-def _float(text: str) -> float:
-    """Return a number as Python reads it, but for 0.1_5, which is a slip of the finger. Raises ValueError."""
-    if "_" in text:
-        raise ValueError(text)
-    return float(text)
 
 
 def texts_of(source: str) -> list[str]:

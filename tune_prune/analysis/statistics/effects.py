@@ -19,13 +19,13 @@ from tune_prune.analysis.input.rows import CALIBRATION, CONTROL, compared
 from tune_prune.analysis.input.study import Message
 from tune_prune.analysis.statistics.comparison import Comparison
 from tune_prune.core.hyperparameters import HYPERPARAMETERS, RECIPE
-from tune_prune.core.kinds import Share, Whole
+from tune_prune.core.kinds import Real, Whole
 from tune_prune.core.measures import ACCURACY_DIGITS, comparable
 from tune_prune.core.records import MODEL_STAGES
 
 # Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
 FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
-NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, (Share, Whole)))
+NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, (Real, Whole)))
 
 
 def varied(rows: pd.DataFrame) -> tuple[str, ...]:
