@@ -40,7 +40,6 @@ class Repo:
 class Hub:
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
-    datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)  # LFS files by SHA-256
 
     def environment(self, home: Path) -> dict[str, str]:
@@ -180,11 +179,6 @@ class _Handler(BaseHTTPRequestHandler):
         if (repo := self._repo(name)) is not None:
             self._send(repo.files.get(file), repo.sha)
 
-    def _dataset_file(self, _: bytes, name: str, file: str) -> None:
-        if name not in self.hub.datasets:
-            return self._answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
-        return self._send(self.hub.datasets[name].get(file), "d" * 40)
-
     def _send(self, content: bytes | None, commit: str) -> None:
         if content is None:
             return self._answer(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
@@ -202,6 +196,5 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", f"/{_NAME}.git/info/lfs/objects/batch", _Handler._batch),
     ("POST", f"/api/models/{_NAME}/commit/main", _Handler._commit),
     ("PUT", f"/api/models/{_NAME}/settings", _Handler._settings),
-    ("GET", f"/datasets/{_NAME}/resolve/[^/]+/(.+)", _Handler._dataset_file),
     ("GET", f"/{_NAME}/resolve/[^/]+/(.+)", _Handler._file),
 ]

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from huggingface_hub import parse_eval_result_entries
 
 from tests.hub_server import READER, UNLUCKY, WRITER, Hub, Repo, running
 from tests.search_folders import model_folder
@@ -164,29 +162,6 @@ def test_what_cannot_be_uploaded_is_said_before_the_work(place: Place) -> None:
     for (_, words), told in zip(lines, place.run(*[line for line, _ in lines], tokens=tokens), strict=True):
         assert told.code == 2 and told.out == "" and words in told.sentence
     assert "acme/x" not in place.hub.repos and not (place.folder / "none").exists()
-
-
-def test_results_of_whole_benchmarks_are_in_the_hubs_form(place: Place) -> None:
-    measured = place.folder / "measured"
-    measured.mkdir()
-    for path in (place.folder / "cut").iterdir():
-        (measured / path.name).write_bytes(path.read_bytes())
-    values = json.loads((measured / MANIFEST).read_text())
-    values["metrics"] = {"acc_arc_easy": 0.61234, "acc_arc_challenge": 0.4, "acc_piqa": 0.7, "acc_mean": 0.6}
-    values["source"]["protocol"] |= {"tasks": ["arc_easy", "arc_challenge", "piqa"], "limit": None}
-    (measured / MANIFEST).write_text(json.dumps(values))
-    tasks = [
-        {"id": "easy", "config": "ARC-Easy", "split": "test"},
-        {"id": "c", "config": "ARC-Challenge", "split": "train"},
-    ]
-    place.hub.datasets["allenai/ai2_arc"] = {"eval.yaml": yaml.safe_dump({"name": "ARC", "tasks": tasks}).encode()}
-    (told,) = place.run(("upload", "measured", "acme/measured"))
-    assert told.code == 0, told.err
-    results = {name: file for name, file in place.hub.repos["acme/measured"].files.items() if name.startswith(".eval")}
-    assert [*results] == [".eval_results/arc_easy.yaml"]  # the other asks another split, and PIQA is no benchmark
-    (entry,) = parse_eval_result_entries(yaml.safe_load(results[".eval_results/arc_easy.yaml"]))
-    assert (entry.dataset_id, entry.task_id, entry.value) == ("allenai/ai2_arc", "easy", 61.23)
-    assert entry.source_url == f"{place.hub.url}/acme/measured" and "acc_norm" in (entry.notes or "")
 
 
 def test_a_model_is_made_again_with_equal_weights(place: Place) -> None:

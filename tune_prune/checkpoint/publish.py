@@ -16,9 +16,8 @@ from pathlib import Path
 
 import huggingface_hub
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResultEntry, HfApi, ModelInfo, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, constants
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     HfHubHTTPError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
@@ -29,15 +28,11 @@ from tune_prune.checkpoint import card, manifest
 from tune_prune.checkpoint.licenses import TERMS, check_license
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
 from tune_prune.checkpoint.save import LICENSE_KEYS, WRITTEN
-from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.core.files import to_json
 from tune_prune.core.kinds import texts_of
-from tune_prune.data import task_files
-from tune_prune.data.sources import task_source
 from tune_prune.models.unsupported import cause
 
-RESULTS = ".eval_results"  # https://huggingface.co/docs/hub/eval-results
 _CHECK_NETWORK = "check the network, or leave the upload out"
 _OF_THE_HUB = ".gitattributes"  # which it puts into each new repository
 
@@ -108,8 +103,7 @@ def _present(repo: str, public: bool) -> ModelInfo | None:
 
 def plan(folder: Path, repo: str, public: bool = False) -> Upload:
     """Return what of the checkpoint in `folder` goes to `repo`: every file but hidden ones, the manifest without this machine's
-    paths, and evaluation results. Raises UserError for a folder that is no checkpoint, or whose files have changed, and what
-    `check` raises."""
+    paths. Raises UserError for a folder that is no checkpoint, or whose files have changed, and what `check` raises."""
     about = manifest.read(folder) if folder.is_dir() else None
     if about is None:
         raise UserError(
@@ -134,8 +128,6 @@ def plan(folder: Path, repo: str, public: bool = False) -> Upload:
         name.as_posix(): path for name, path in names.items() if not any(part.startswith(".") for part in name.parts)
     }
     files[MANIFEST] = to_json(without_paths(about).to_dict()).encode()
-    with _asking("asking the hub for its benchmarks", _CHECK_NETWORK):
-        files |= evaluation_results(about, repo)
     return Upload(folder, repo, public, licence, files)
 
 
@@ -157,48 +149,6 @@ def _texts(calibration: str) -> str:
     return "+".join(map(card.public, texts_of(calibration)))
 
 
-def evaluation_results(about: Manifest, repo: str) -> dict[str, bytes]:
-    """Return the checkpoint's accuracies in the hub's form, a file for each task; asks the hub.
-
-    These are of the tasks that were measured in full on the hub's data, and of data sets that the hub lists as benchmarks: their
-    eval.yaml names the task. Values are percentages.
-    """
-    run, metrics = about.source, about.metrics
-    if run is None or metrics is None or run.protocol.limit is not None or task_source(run).kind != "hub":
-        return {}
-    files = {}
-    for task in run.protocol.tasks:
-        accuracy, dataset = card.metric(metrics, f"acc_{task}"), task_files.hub_dataset(task)
-        if accuracy is None or dataset is None or (benchmark := _benchmark(dataset, task)) is None:
-            continue
-        entry = EvalResultEntry(
-            dataset_id=dataset,
-            task_id=benchmark,
-            value=round(100 * accuracy, 2),
-            date=about.created,
-            source_url=f"{constants.ENDPOINT}/{repo}",
-            source_name="model card",
-            notes=f"zero-shot, {ZERO_SHOT_METRIC[task]}",
-        )
-        content = yaml.safe_dump(huggingface_hub.eval_result_entries_to_yaml([entry]), sort_keys=False)
-        files[f"{RESULTS}/{task}.yaml"] = content.encode()
-    return files
-
-
-def _benchmark(dataset: str, task: str) -> str | None:
-    """Return the name that the hub's benchmark `dataset` gives to a task, which asks the questions of one of its splits; None where
-    it is no benchmark, or has no such task."""
-    try:
-        path = huggingface_hub.hf_hub_download(dataset, "eval.yaml", repo_type="dataset")
-    except (EntryNotFoundError, RepositoryNotFoundError):
-        return None
-    asked = (task_files.hub_config(task) or "default", task_files.STOCK_TASKS[task].split)
-    for entry in (yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}).get("tasks", ()):
-        if (entry.get("config") or "default", entry.get("split")) == asked:
-            return entry["id"]
-    return None
-
-
 def upload(planned: Upload) -> str:
     """Upload it, and return its address. Raises UserError where the hub refuses it, MachineError where the network fails: then
     no half of it is there, and the same call goes on."""
@@ -216,10 +166,7 @@ def upload(planned: Upload) -> str:
             CommitOperationAdd(name, file) for name, file in planned.contents.items()
         ]
         # A smaller model may have fewer weight files than the one that it replaces.
-        patterns = (*WRITTEN, f"{RESULTS}/*.yaml")
-        stale = [
-            name for name in sorted(older - planned.contents.keys()) if any(fnmatch(name, one) for one in patterns)
-        ]
+        stale = [name for name in sorted(older - planned.contents.keys()) if any(fnmatch(name, one) for one in WRITTEN)]
         operations += [CommitOperationDelete(name) for name in stale]
         removed = f"{about.plan.removed_fraction:.1%}"
         api.create_commit(repo, operations, commit_message=f"{about.base.label}, pruned by {removed} with tune_prune")

@@ -284,11 +284,6 @@ def hub_dataset(name: str) -> str | None:
     return followed(stock_definition(name))[0].get("dataset_path")
 
 
-def hub_config(name: str) -> str | None:
-    """Return the part of `hub_dataset(name)` that lm-eval's definition asks, e.g. "ARC-Easy"; None where that has one part."""
-    return followed(stock_definition(name))[0].get("dataset_name")
-
-
 def pinned_definition(name: str, folder: Path) -> Path:
     """Write lm-eval's definition of one of `STOCK_TASKS` to `folder`, pinned to the commit that `tasks_fingerprint` names.
 
