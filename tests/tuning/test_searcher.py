@@ -1,7 +1,6 @@
 """The adaptive searcher by itself, with Optuna but without a running Ray: trials end by hand."""
 
 import math
-import warnings
 from dataclasses import replace
 from itertools import product
 
@@ -163,7 +162,6 @@ def test_what_was_stopped_by_its_kl_has_no_other_value(objective):
     record = replace(record_of(spec, "stopped_early"), metrics=metrics, stages=[StageReport("kl", 1.0)])
     told = OptunaSearcher([spec], num_trials=1, seed=0, objective=objective)
     told.ask()
-    told.report(spec, stage_message(spec.key, "kl", metrics=metrics))
     told.tell(spec, stage_message(spec.key, "kl", metrics=metrics))
     read = OptunaSearcher([spec], num_trials=1, seed=0, known=[record], objective=objective)
     for searcher in (told, read):
@@ -196,16 +194,3 @@ def test_a_proposal_is_taken_without_what_its_method_does_not_read():
         metrics = {"acc_mean": 0.9 if spec.config.method == "taylor" else 0.5}
         searcher.tell(spec, stage_message(spec.key, status="complete", metrics=metrics, items_scored=20))
     assert meant_otherwise >= 3
-
-
-def test_a_step_is_reported_once() -> None:
-    """Slices of few items end at the same count, and a trial that is tried again reports all of its steps again."""
-    spec, searcher = specs_of("m")[0], OptunaSearcher(specs_of("m")[:1], num_trials=1, seed=0)
-    searcher.ask()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for items, accuracy in ((1, 0.5), (1, 0.5), (2, 0.6), (1, 0.5), (2, 0.6)):
-            searcher.report(spec, stage_message(spec.key, metrics={"acc_mean": accuracy}, items_scored=items))
-        searcher.tell(spec, stage_message(spec.key, metrics={"acc_mean": 0.6}, items_scored=2))
-    (trial,) = searcher._studies["m"]._study.trials
-    assert trial.intermediate_values == {1: 0.5, 2: 0.6}

@@ -61,8 +61,6 @@ def _run_one(
         except Exception as error:  # noqa: BLE001  # the runner has recorded it
             return last, error
         ends = last.ended or (isinstance(last, TrialMessage) and rule.stops(last))
-        if not ends:
-            queue.report(work, last)
         observers.on_message(work, last)
         if ends:
             return last, None

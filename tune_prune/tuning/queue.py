@@ -75,11 +75,6 @@ class WorkQueue:
                 return spec
         return None
 
-    def report(self, work: Work, message: Message) -> None:
-        """Take how far a trial has come that goes on."""
-        if self._adaptive is not None and isinstance(work, TrialSpec) and isinstance(message, TrialMessage):
-            self._adaptive.report(work, message)
-
     def end(self, work: Work, last: Message | None, error: BaseException | None = None) -> list[TrialSpec]:
         """Take that a job or trial is done, was stopped or has failed after the message `last`.
 

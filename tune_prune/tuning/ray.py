@@ -358,11 +358,6 @@ class QueueSearcher(Searcher):
         self._again.append((work, isinstance(error, LostWorker | OutOfMemory)))
         return True
 
-    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        message = message_in(result)
-        if message is not None:
-            self.queue.report(self._given[trial_id], message)
-
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         work = self._given.pop(trial_id, None)  # A death between two trials is told twice.
         if work is not None and not error:  # Else the callback ends it, which is called next and knows why.

@@ -66,10 +66,6 @@ class OptunaSearcher:
         study = next((study for study in self._studies.values() if study.remaining), None)
         return None if study is None else self._specs[study.ask()]
 
-    def report(self, spec: TrialSpec, message: TrialMessage) -> None:
-        """Take what a trial has reached so far."""
-        self._studies[self._groups[spec.key]].report(spec.key, message)
-
     def tell(self, spec: TrialSpec, last: TrialMessage | None) -> None:
         """Take how a trial has ended: the message `last`, if it has sent any."""
         self._studies[self._groups[spec.key]].tell(spec.key, last)
@@ -94,7 +90,6 @@ class _Study:
         self._unread = _unread(ordered)
         self._random = random.Random(seed)
         self._live: dict[str, optuna.trial.Trial] = {}  # by trial key
-        self._steps: dict[str, int] = {}  # the last that each has reported
         self._study = optuna.create_study(
             direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
         )
@@ -129,31 +124,17 @@ class _Study:
         self._study.enqueue_trial(self._params(config))
         return self._study.ask(self._distributions())
 
-    def report(self, key: str, message: TrialMessage) -> None:
-        """Take what a trial has measured of its items so far."""
-        if message.record.accuracy is not None:
-            self._report(key, message)
-
-    def _report(self, key: str, message: TrialMessage) -> None:
-        # Optuna keeps the first value of a step, and warns of another: small slices end at equal counts of items.
-        value = self._value(message.record.metrics)
-        if message.stage is None or value is None or message.stage.items_scored <= self._steps.get(key, -1):
-            return
-        self._steps[key] = message.stage.items_scored
-        self._live[key].report(value, self._steps[key])
-
     def tell(self, key: str, last: TrialMessage | None) -> None:
         """Take how a trial has ended: complete, failed or, where it was still running, stopped.
 
-        PRUNED keeps TPE from taking a partial value for a final one. Of what was stopped before its items (step 0) only the KL can
-        be known, which is final."""
+        PRUNED keeps TPE from taking a partial value for a final one: of those it takes the last that was reported, so only that
+        is. Of what was stopped before its items (step 0) only the KL can be known, which is final."""
         status = "failed" if last is None else last.record.status
         value = None if last is None else self._value(last.record.metrics)
-        if status == "running" and last is not None:
-            self._report(key, last)
         trial = self._live.pop(key)
-        self._steps.pop(key, None)
-        if status == "running":
+        if status == "running" and last is not None:
+            if last.stage is not None and value is not None:
+                trial.report(value, last.stage.items_scored)
             self._study.tell(trial, state=TrialState.PRUNED)
         elif status == "complete" and value is not None:
             self._study.tell(trial, value)
