@@ -168,10 +168,10 @@ def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
     assert "[1/1]" in done.stdout
     (first,) = (index for index, line in enumerate(lines) if line.startswith("nodes        2, all with tune_prune 0."))
     table = [line.split() for line in lines[first + 1 : first + 4]]
-    assert table[0] == ["CPUs", "memory", "GPUs", "clock"]
+    assert table[0] == ["CPUs", "memory", "GPUs"]
     assert [row[1] for row in table[1:]] == [f"({HEAD})", f"({WORKER})"]
-    assert table[1][2:] == ["0", "-", "no", "trials", "here", "-"]
-    assert table[2][2] == "1" and table[2][-1] == "equal"
+    assert table[1][2:] == ["0", "-", "no", "trials", "here"]
+    assert table[2][2] == "1"
     assert list((tmp_path / "not" / "yet" / "ray_results").glob(".node-check*")) == []
 
 
@@ -212,29 +212,13 @@ def test_the_end_of_ray(cluster) -> None:
 # --- what a node looks for and says, asked of this machine
 
 
-@pytest.mark.parametrize(
-    ("versions", "skew_s", "words"),
-    [
-        ({}, 59.0, None),
-        ({"torch": "2.12.0"}, 0.0, "has torch 2.12.0 (here 2.13.0): install the same versions there"),
-        ({"tune_prune": "none"}, 0.0, "has tune_prune none (here "),
-        ({}, 100.0, "has a clock that is 100 s ahead of this machine's: set both"),
-        ({}, -100.0, "has a clock that is 100 s behind this machine's"),
-    ],
-)
-def test_what_of_a_node_differs_is_said(versions: dict[str, str], skew_s: float, words: str | None) -> None:
-    here = {"tune_prune": "0.2.0 (5e0d1c9a)", "torch": "2.13.0"}
-    said = nodes.difference(here | versions, here, skew_s)
-    assert said is None if words is None else said.startswith(words)
-
-
 def test_the_question_for_versions_travels_as_code(run_without: Callable[..., str], monkeypatch) -> None:
     """A node without this package, or with another one, reads it. A build of torch for GPUs is the same torch."""
-    code = "from ray import cloudpickle\nprint(cloudpickle.loads(bytes.fromhex(sys.argv[1]))(['ray', 'nothing'])[0])"
+    code = "from ray import cloudpickle\nprint(cloudpickle.loads(bytes.fromhex(sys.argv[1]))(['ray', 'nothing']))"
     told = run_without(("tune_prune",), code, cloudpickle.dumps(nodes.teller()).hex())
     assert "'tune_prune': 'none'" in told and f"'ray': '{ray.__version__}', 'nothing': 'none'" in told
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
-    assert nodes.teller()(["torch"])[0]["torch"] == "2.13.0"
+    assert nodes.teller()(["torch"])["torch"] == "2.13.0"
 
 
 def test_a_node_that_cannot_download_says_so(monkeypatch) -> None:

@@ -453,9 +453,9 @@ def _nodes(plan: Plan) -> list[str]:
     workers = [node for node in plan.nodes if node.runs_trials]
     if not workers:
         return []
-    table: list[tuple[str, ...]] = [("", "CPUs", "memory", "GPUs", "clock")]
+    table: list[tuple[str, ...]] = [("", "CPUs", "memory", "GPUs")]
     for node in plan.nodes:
-        gpus, cells = node.resources.get("GPU", 0), ("-", "no trials here", "-")
+        gpus, cells = node.resources.get("GPU", 0), ("-", "no trials here")
         if node.memory is not None:
             kinds = ", ".join(sorted({gpu.name for gpu in node.gpus}))
             free = min((gpu.memory.available for gpu in node.gpus), default=0)
@@ -463,7 +463,6 @@ def _nodes(plan: Plan) -> list[str]:
             cells = (
                 f"{size(node.memory.available)} of {size(node.memory.total)} free",
                 f"{gpus:g} {kinds}, {size(free)} of {size(total)} free" if kinds else f"{gpus:g}",
-                f"{node.skew_s:+.0f} s" if node.skew_s else "equal",
             )
         table.append((node.name, f"{node.resources.get('CPU', 0):g}", *cells))
     versions = ", ".join(f"{name} {version}" for name, version in workers[0].versions.items())

@@ -33,7 +33,6 @@ from tune_prune.tuning.resources import Node, TrialResources, slots_on
 
 WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all
 PROBE_TIMEOUT_S = 120.0  # likewise, of a node
-MOST_SKEW_S = 60.0  # records have times, and so have the locks of object storage
 COMPARED = (
     "torch",
     "transformers",
@@ -56,23 +55,24 @@ def alive() -> list[Node]:
 def survey(use_gpus: bool) -> list[Node]:
     """Return every node with what it tells of itself. Trials run on those with GPUs, if they are to be used and there are any.
 
-    Raises UserError for nodes on which trials would run, but whose packages, clock or GPUs do not allow it.
+    Raises UserError for nodes on which trials would run, but whose packages or GPUs do not allow it.
     """
     nodes = alive()
     on_gpus = use_gpus and any(node.resources.get("GPU", 0) > 0 for node in nodes)
     nodes = [replace(node, runs_trials=node.resources.get("GPU" if on_gpus else "CPU", 0) > 0) for node in nodes]
     about = teller()
-    began = time.time()
-    answers, problems = _ask(nodes, about, lambda _: (COMPARED,), seen=lambda answer: (*answer, time.time()))
-    here, _ = about(COMPARED)
+    answers, problems = _ask(nodes, about, lambda _: (COMPARED,))
+    here = about(COMPARED)
     for index, node in enumerate(nodes):
         if node.node_id in answers:
-            versions, clock, ended = answers[node.node_id]
-            # It was read in between. How long this worker took to start is in it: seconds, which do not matter.
-            skew_s = max(0.0, clock - ended) - max(0.0, began - clock)
-            nodes[index] = replace(node, versions=versions, skew_s=skew_s)
-            if problem := difference(versions, here, skew_s):
-                problems[node.name] = problem
+            versions = answers[node.node_id]
+            nodes[index] = replace(node, versions=versions)
+            if others := [
+                f"{name} {versions[name]} (here {here[name]})" for name in here if versions[name] != here[name]
+            ]:
+                problems[node.name] = (
+                    f"has {', '.join(others)}: install the same versions there (pip install -c constraints.txt -e .)"
+                )
     _refuse(problems, len(nodes))
     # Ray shows a task the GPUs that it reserves; one that reserves none is to see all, also those that others have reserved.
     everything = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
@@ -153,11 +153,10 @@ def _ask(
     question: Callable[..., Any],
     arguments: Callable[[Node], tuple[Any, ...]],
     timeout_s: float | None = PROBE_TIMEOUT_S,
-    seen: Callable[[Any], Any] = lambda answer: answer,
     **options: Any,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what `question(*arguments(node))` returns on each node that runs trials, by node id, as `seen` makes it when it
-    arrives; and by name, why others do not answer."""
+    """Return what `question(*arguments(node))` returns on each node that runs trials, by node id; and by name, why others
+    do not answer."""
     tasks = {}
     for node in nodes:
         if node.runs_trials:
@@ -173,7 +172,7 @@ def _ask(
             break
         node = tasks[arrived[0]]
         try:
-            answers[node.node_id] = seen(ray.get(arrived[0]))
+            answers[node.node_id] = ray.get(arrived[0])
         except RayError as error:
             last = str(error).strip().splitlines()[-1]
             problems[node.name] = f"cannot run tune_prune ({last}): install the same version there"
@@ -192,16 +191,15 @@ def _refuse(problems: Mapping[str, str], count: int) -> None:
         raise UserError("\n  ".join([f"{len(lines)} of {count} nodes cannot run trials; {advice}:", *lines]))
 
 
-def teller() -> Callable[[Sequence[str]], tuple[dict[str, str], float]]:
+def teller() -> Callable[[Sequence[str]], dict[str, str]]:
     """Return the function that a node is asked for its versions."""
 
-    def about(packages: Sequence[str]) -> tuple[dict[str, str], float]:
-        """Return versions by package, with a hash of this one's code, and the time. Being local it travels as code: a node that has
-        another tune_prune, or none, can say so."""
+    def about(packages: Sequence[str]) -> dict[str, str]:
+        """Return versions by package, with a hash of this one's code. Being local it travels as code: a node that has another
+        tune_prune, or none, can say so."""
         import hashlib
         import importlib.metadata
         import platform
-        import time
         from pathlib import Path
 
         versions = {"tune_prune": "none", "python": platform.python_version()}
@@ -219,22 +217,9 @@ def teller() -> Callable[[Sequence[str]], tuple[dict[str, str], float]]:
                 versions[name] = importlib.metadata.version(name).partition("+")[0]  # torch's builds for CPUs and GPUs
             except importlib.metadata.PackageNotFoundError:
                 versions[name] = "none"
-        return versions, time.time()
+        return versions
 
     return about
-
-
-def difference(versions: Mapping[str, str], here: Mapping[str, str], skew_s: float) -> str | None:
-    """Return what of a node differs from this machine, in words; None where nothing does."""
-    others = [f"{name} {versions[name]} (here {here[name]})" for name in here if versions[name] != here[name]]
-    if others:
-        return f"has {', '.join(others)}: install the same versions there (pip install -c constraints.txt -e .)"
-    if abs(skew_s) > MOST_SKEW_S:
-        place = "ahead of" if skew_s > 0 else "behind"
-        return (
-            f"has a clock that is {abs(skew_s):.0f} s {place} this machine's: set both by the network (chrony or ntpd)"
-        )
-    return None
 
 
 def _not_shared(folder: Location, why: str) -> str:

@@ -44,7 +44,6 @@ class Node:
     resources: Mapping[str, float]  # Ray's, in all
     runs_trials: bool = True
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages
-    skew_s: float = 0.0  # its clock is at least so many seconds ahead of this machine's
     memory: Memory | None = None  # None: it was not asked
     file_room: int = 0  # bytes that are free for hidden states in a file, where it was asked
     bfloat16: bool = False  # whether its CPU gains by computing in it, where trials run on CPUs
