@@ -15,7 +15,7 @@ import make_random_model
 import pytest
 from transformers import PretrainedConfig
 
-from tune_prune.commands import evaluate, prune, search
+from tune_prune.commands.options import CommandLine
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "real_size.sh"
@@ -59,8 +59,7 @@ def test_the_commands_are_what_the_parsers_take(step: str, tmp_path: Path, monke
             seen.append("make")
             continue
         name, arguments = words[1].removeprefix("tune_prune."), words[2:]
-        parser = {"search": search.parser, "prune": prune.parser, "evaluate": evaluate.parser}[name]()
-        flags = parser.parse_args(arguments)
+        flags = CommandLine(name).parse_args(arguments)
         seen.append(name)
         if name == "search":
             assert flags.inline and flags.dtype == "bfloat16"

@@ -16,7 +16,7 @@ from tests.search_folders import TINY
 from tests.searches import finished
 from tune_prune import embedded
 from tune_prune.commands.flags import settings_from
-from tune_prune.commands.search import parser
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import library_versions
@@ -168,7 +168,7 @@ def test_a_method_that_was_changed_is_refused_and_a_comment_is_not(
     others.write_text(space.read_text().replace("own", "taylor"))
     argv = ("--model", "tiny-llama", "--search-space", str(space), "--storage-path", "kept", "--name", "mine")
     argv += ("--tasks", "piqa")
-    plan = make_plan(settings_from(vars(parser().parse_args(argv))))
+    plan = make_plan(settings_from(vars(CommandLine("search").parse_args(argv))))
     experiment.write(plan.held, plan, ["python"])
     for spec in plan.trials:
         Ledger(plan.held.store).write(finished(spec))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tune_prune.commands.flags import settings_from
-from tune_prune.commands.search import parser
+from tune_prune.commands.options import CommandLine
 from tune_prune.core.errors import UserError
 from tune_prune.tuning import resolve
 
@@ -25,7 +25,7 @@ def space(folder: Path, line: str, space: str = "smoke") -> Any:
         (folder / f"{space}.yaml").write_text(SPACES[space])
         space = str(folder / f"{space}.yaml")
     argv = ["--model", "tiny-llama", "--search-space", space, *line.split()]
-    return resolve.space(settings_from(vars(parser().parse_args(argv))))
+    return resolve.space(settings_from(vars(CommandLine("search").parse_args(argv))))
 
 
 REFUSED = [
