@@ -1,4 +1,4 @@
-"""Observers of a search: views that fail, and work that was lost, with a clock that the test turns."""
+"""Observers of a search: views that fail, and TensorBoard's."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.models import fused
 from tune_prune.models.families import LAYER_LISTS, Family, decoder_layers
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.loading import LoadedModel
 from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, LANGUAGE_MODELS, WRAPPERS, RemovedBlock
 from tune_prune.models.registration import MLX_FAMILIES, MODEL_FILE, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
@@ -84,6 +85,36 @@ def compact(pruned: Sketch, family: Family) -> tuple[Sketch, list[int]]:
         return pruned.weights[name]
 
     return Sketch(pruned.model, LazyWeights(pruned.model.state_dict(), find)), dropped
+
+
+def check_plan(plan: PruningPlan, dense: LoadedModel) -> None:
+    """Raise UserError unless the plan is one for this model that leaves a model which works."""
+    geometry, label = dense.geometry, dense.source.label
+    if len(plan.kept_groups) != geometry.num_layers or plan.total_params != geometry.total_params:
+        raise UserError(
+            f"the plan is for a model of {len(plan.kept_groups)} layers and {plan.total_params:,} parameters, but {label} has "
+            f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
+        )
+    kept = [*zip((*plan.kept_groups, *plan.kept_channels), (*geometry.kv_heads, *geometry.mlp_width), strict=True)]
+    for experts, channels, width in zip(plan.kept_channels, plan.inside(), geometry.expert_width, strict=False):
+        alike = len(channels) in (0, len(experts)) and len({len(one) for one in channels}) <= 1
+        kept += [(one if alike and one else (width,), width) for one in channels]  # else one that is not there
+    if any(list(part) != sorted(set(part)) or not set(part) <= set(range(size)) for part, size in kept):
+        raise UserError(
+            f"the plan keeps a KV group or {geometry.channel_name} that {label} does not have, or one twice; restore the "
+            "plan from a copy, or delete it to have it computed again"
+        )
+    least = enumerate(geometry.least_channels)
+    if few := [layer for layer, count in least if len(plan.kept_channels[layer]) < count]:
+        raise UserError(
+            f"the plan keeps {len(plan.kept_channels[few[0]])} experts of layer {few[0]}, and its router takes "
+            f"{geometry.experts_per_token} for every token: keep so many"
+        )
+    if gone := [layer for layer in geometry.cache_layers if not plan.kept_groups[layer]]:
+        raise UserError(
+            f"the plan removes all attention of layer {gone[0]}; a KV group must be kept there, because transformers, vLLM and "
+            "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
+        )
 
 
 def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:

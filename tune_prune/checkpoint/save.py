@@ -71,7 +71,7 @@ def save_checkpoint(
     `quantize` (a kind of checkpoint.quantisation) in fewer bits.
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
-    `overwrite`: unless it is a checkpoint of tune_prune), or where the format cannot
+    `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
     hold the model.
     """
     clear_killed(folder)
@@ -82,6 +82,7 @@ def save_checkpoint(
             "leave that out, or load the model"
         )
     plan, family = recipe.plan, dense.family
+    layers.check_plan(plan, dense)
     with renamed_at_the_end(folder, overwrite) as work:
         whole = dense.around is not None and fmt != "gguf"  # which holds the language model alone
         copy_files(dense.source, work, LICENSE_FILES + PROCESSOR_FILES * whole)  # first, as a network may fail

@@ -476,7 +476,8 @@ def measure_speed(
     dense: LoadedModel, plan: PruningPlan, key: str, conditions: speed_records.Conditions
 ) -> speed_records.SpeedRecord:
     """Measure how fast the model that `plan` leaves of `dense` is, in turns with that, as a checkpoint of it would be: a refit or a
-    training changes no shape, so neither is made. `key`: of the trial."""
+    training changes no shape, so neither is made. `key`: of the trial. Raises UserError for a plan of another model."""
+    layers.check_plan(plan, dense)
     pruned, _ = layers.compact(surgery.cut(dense.model, dense.family, plan), dense.family)
     saved = layers.as_saved(pruned, dense.model, dense.family, dense.geometry, "hf")
     models = {"dense": dense.model, "pruned": saved.in_memory()}

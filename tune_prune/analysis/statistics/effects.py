@@ -25,7 +25,12 @@ from tune_prune.core.records import MODEL_STAGES
 
 # Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
 FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
-NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, (Real, Whole)))
+# Numbers whose levels are compared by their ratios, which 0 has none of.
+NUMERIC = tuple(
+    name
+    for name in FACTORS
+    if isinstance(kind := HYPERPARAMETERS[name].kind, Whole) or (isinstance(kind, Real) and kind.above)
+)
 
 
 def varied(rows: pd.DataFrame) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ def _write(file: Path, folder: Path, about: Manifest, base: ModelSource) -> dict
     family, geometry = loading.config_geometry(config, base)
     fused.take_apart(model, family)
     dense = loading.LoadedModel(base, model, loading.load_tokenizer(base), family, geometry)
+    layers.check_plan(about.plan, dense)
     pruned, _ = layers.compact(cut(model, family, about.plan), family)
     weights = stored_weights(file, contents.tensors, pruned.model, family)
     saved = layers.as_saved(Sketch(pruned.model, weights), model, family, dense.geometry, "hf")
