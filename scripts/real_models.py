@@ -2,9 +2,9 @@
 
     python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
-searched.json, what the study of Qwen has searched, is of the experiments study-qwen2.5-coder-1.5b-grid and -recommended:
+searched.json, what the study of Gemma or Qwen has searched, is of the experiments study-MODEL-grid and -recommended:
 
-    python scripts/quality_table.py EXPERIMENTS --reference taylor-s128-n128 --output searched.json
+    python scripts/quality_table.py EXPERIMENTS --reference CONFIGURATION --output searched.json        one of SEARCHED
 
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
 Regained: of what the best of the published grid has lost, by KL unless a rule is named. Errors are one standard error, paired over
@@ -27,7 +27,8 @@ TITLES = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-cod
 RULES = {"kl": "KL", "gold_logprob": "right answers"}
 STEPS = {"grid": "best of the published grid", "recommended": "recommended", "trained": "recommended, trained"}
 RANDOM = "random-s16-n128"
-QWEN = "qwen2.5-coder-1.5b", "taylor-s128-n128"  # a model, and the configuration that its searched ones stand beside
+# What was searched for this study, and beside which of its configurations it stands: of SmolLM2 the best of the same grid by KL.
+SEARCHED = {"gemma3-270m": "taylor-s256-n128", "qwen2.5-coder-1.5b": "taylor-s128-n128"}
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
 
@@ -78,11 +79,10 @@ def regained(row: Row, reference: str) -> list[str]:
     return ["" if row["configuration"] == reference else share(row, measure) for measure in MEASURES]
 
 
-def searched(model: str, reference: str) -> str:
-    """Return what was searched for this study, on the items that choose, beside one of its configurations: that of the lowest KL,
-    mean of both, first."""
+def searched(model: str) -> str:
+    """Return what was searched of that model, on the items that choose: that of the lowest KL, mean of both, first."""
     rows = sorted(load(STUDIES / model / "searched.json"), key=lambda row: row["kl_text"] + row["kl_tasks"])
-    cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, reference)] for row in rows)
+    cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, SEARCHED[model])] for row in rows)
     return markdown_table([*MEASURED, "accuracy", *REGAINED], cells)
 
 
@@ -143,7 +143,11 @@ def transfer(studies: list[Study]) -> str:
 def main(argv: list[str] | None = None) -> int:
     script_parser(__doc__).parse_args(argv)
     studies = read()
-    tables = [*(part(one) for one in studies for part in (of_model, of_ratios)), searched(*QWEN), transfer(studies)]
+    tables = [
+        *(part(one) for one in studies for part in (of_model, of_ratios)),
+        *map(searched, SEARCHED),
+        transfer(studies),
+    ]
     print("\n\n".join(filter(None, tables)))
     return 0
 

@@ -202,7 +202,7 @@ def real_models_judged() -> Iterator[str]:
         yield "trained {}%, {}% and {}%".format(*shares(trained))
         if theirs := one.rows("gold_logprob").get("layerwise-s32-n128"):  # which Qwen's grid chose
             yield f"regains {share(theirs, 'gold_logprob_mean')}% of that one's right answers"
-    yield real_models.searched(*real_models.QWEN)
+    yield from map(real_models.searched, real_models.SEARCHED)
     for one in record("real_models/qwen2.5-coder-1.5b/measured_again").values():
         by = {name: value - one["recorded"][name] for name, value in one["measured"].items()}
         accuracy, earlier = (f"{one[kind]['acc_mean']:.4f}" for kind in ("measured", "recorded"))
