@@ -27,7 +27,7 @@ TITLES = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-cod
 RULES = {"kl": "KL", "gold_logprob": "right answers"}
 STEPS = {"grid": "best of the published grid", "recommended": "recommended", "trained": "recommended, trained"}
 RANDOM = "random-s16-n128"
-# What was searched for this study, and beside which of its configurations it stands: of SmolLM2 the best of the same grid by KL.
+# Models of which all that was searched is shown, and beside which configuration: that of their grid which is SmolLM2's best by KL.
 SEARCHED = {"gemma3-270m": "taylor-s256-n128", "qwen2.5-coder-1.5b": "taylor-s128-n128"}
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
