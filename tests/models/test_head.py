@@ -39,10 +39,10 @@ def by_hand(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("variant", "elements"), [*((variant, 64 * 7) for variant in VARIANTS), ("llama", 1 << 20), ("llama", 1)]
+    ("variant", "positions"), [*((variant, 7) for variant in VARIANTS), ("llama", 1000), ("llama", 1)]
 )
-def test_losses_and_gradients_in_parts_are_those_of_the_whole(variant, tiny, monkeypatch, elements):
-    monkeypatch.setattr(head, "MAX_LOGIT_ELEMENTS", {"cpu": elements})
+def test_losses_and_gradients_in_parts_are_those_of_the_whole(variant, tiny, monkeypatch, positions):
+    monkeypatch.setattr(head, "positions_at_once", lambda *_: positions)
     model = tiny(variant)
     linears = map(FAMILIES[model.config.model_type].linears, model.model.layers)
     weights = [parts["down"].weight.requires_grad_(True) for parts in linears]
@@ -79,7 +79,7 @@ def test_losses_of_bfloat16_logits_are_taken_in_float32(tiny, change):
 
 @pytest.mark.parametrize("separate", [True, False])
 def test_gradients_of_divergences_are_those_of_whole_logits(tiny, separate, monkeypatch):
-    monkeypatch.setattr(head, "MAX_LOGIT_ELEMENTS", {"cpu": 64 * 7})
+    monkeypatch.setattr(head, "positions_at_once", lambda *_: 7)
     model = tiny("llama") if separate else scaled(tiny("llama"))
     weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
     losses = NextTokenLosses(model)

@@ -19,8 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Elements of logits that are there at once. On a CPU 24 MB in float32: from 32 MB on, the C library asks the system for new
-# pages every time, and touching them costs as much as a third of the head.
+# pages every time, and touching them costs as much as a third of the head. A product of fewer rows than 64 with its weights
+# waits for these, which costs more: a row of 12 takes 1.7 times as long as one of 64 (262,144 x 640, a divergence's gradient).
 MAX_LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 6 << 20}
+FEWEST_ROWS = {"cuda": 1, "cpu": 64}
+
+
+def positions_at_once(device: str, vocabulary: int, models: int = 1) -> int:
+    """Return the number of positions at which logits of so many models are there at a time."""
+    device = device if device in MAX_LOGIT_ELEMENTS else "cpu"
+    return max(FEWEST_ROWS[device], MAX_LOGIT_ELEMENTS[device] // (models * vocabulary))
 
 
 class Head:
@@ -73,8 +81,9 @@ class NextTokenLosses:
         self.forward = forward or (lambda samples: model(input_ids=samples, use_cache=False))
         if probe is None:
             probe = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-        most = MAX_LOGIT_ELEMENTS.get(probe.device.type, MAX_LOGIT_ELEMENTS["cpu"])
-        self.step = max(1, most // model.config.vocab_size)
+        self.step, self.step_of_two = (
+            positions_at_once(probe.device.type, model.config.vocab_size, models) for models in (1, 2)
+        )
         self.separate = self._head_comes_last(probe)
 
     @torch.inference_mode()
@@ -108,8 +117,7 @@ class NextTokenLosses:
             other[inside] = dense
             wanted = self._logits_of(given, other)[inside] if dense_head is None else dense_head(dense)
             return _divergences(wanted, self.forward(given).logits[inside])
-        step = max(1, self.step // 2)  # of two models
-        parts = zip(dense.split(step), hidden[inside].split(step), strict=True)
+        parts = zip(dense.split(self.step_of_two), hidden[inside].split(self.step_of_two), strict=True)
         return torch.cat([_divergences((dense_head or self.head)(one), self.head(own)) for one, own in parts])
 
     @torch.enable_grad()
@@ -129,22 +137,27 @@ class NextTokenLosses:
             return
         hidden = self.head_inputs(given)  # [B, T, H]
         inputs = hidden.detach()[:, :-1].flatten(0, 1)
-        targets = samples[:, 1:].flatten() if dense is None else dense[:, :-1].flatten(0, 1).to(inputs)
-        step = self.step if dense is None else max(1, self.step // 2)  # of two models
-
-        def differ(hidden: Tensor, wanted: Tensor) -> Tensor:  # no logits stay until the next part's
-            if dense is None:
-                return _losses(self.head(hidden), wanted)
-            return _divergences(self.head(wanted), self.head(hidden))
-
+        if dense is None:
+            step, targets, backward = self.step, samples[:, 1:].flatten(), self._backward
+        else:
+            step, targets, backward = self.step_of_two, dense[:, :-1].flatten(0, 1).to(inputs), self._backward_to_dense
         parts = []
         for part, wanted in zip(inputs.split(step), targets.split(step), strict=True):
-            part.requires_grad_(True)
-            (weight * differ(part, wanted).sum()).backward()
+            backward(part.requires_grad_(True), wanted, weight)
             parts.append(part.grad)
         gradient = torch.zeros_like(hidden)
         gradient[:, :-1] = torch.cat(parts).view(len(samples), -1, hidden.shape[2])
         hidden.backward(gradient)
+
+    def _backward(self, hidden: Tensor, targets: Tensor, weight: float) -> None:
+        (weight * _losses(self.head(hidden), targets).sum()).backward()
+
+    def _backward_to_dense(self, hidden: Tensor, dense: Tensor, weight: float) -> None:
+        """Do so with the divergences: softmax(own) - softmax(dense) is their gradient with regard to own logits."""
+        with torch.no_grad():
+            wanted = _probabilities(self.head(dense))
+        own = self.head(hidden)
+        own.backward(_probabilities(own.detach()).sub_(wanted).mul_(weight).to(own.dtype))
 
     @torch.no_grad()
     def _logits_of(self, given: Tensor, dense: Tensor) -> Tensor:
@@ -196,6 +209,10 @@ def _divergences(dense: Tensor, own: Tensor) -> Tensor:
     )
     nats = wanted - found
     return nats.mul_(wanted.exp_()).sum(dim=-1)  # a quarter of the time that F.kl_div takes on a CPU
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.head import positions_at_once
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
 from tune_prune.models.runner.spread import layers_on
@@ -218,7 +218,7 @@ class Shapes:
         `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the longest zero-shot item;
         `row_tokens`: of all of them."""
         vocab, config, device, item = self.config.vocab_size, self.config, self.device, self.itemsize
-        at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time
+        at_once, of_two = (positions_at_once(device, vocab, models) for models in (1, 2))
         # Bytes of each stage's batch in the layers, and behind them.
         positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
         logits = min(positions, at_once) * vocab * (item % FLOAT32 + 2 * FLOAT32)
@@ -230,9 +230,9 @@ class Shapes:
         # Logits of all positions are there at once on a CPU only.
         scores = FLOAT32 * softmax + item * (softmax if device == "cuda" else scored * vocab)
         zero_shot = tokens * self._inside(longest_row) + masks, scores + masks + self._head_inputs(tokens)
-        # Batches as large as zero-shot's, or one window. Of two models, half as many: logits, log-softmax, difference.
+        # Batches as large as zero-shot's, or one window. Of two models: logits, log-softmax, difference.
         compared = max(tokens, window)
-        two = min(compared, at_once // 2) * vocab * (2 * item + 3 * FLOAT32)
+        two = min(compared, of_two) * vocab * (2 * item + 3 * FLOAT32)
         row = max(longest_row, min(window, compared_tokens(text_tokens, TEXT_TOKENS)))
         kl = compared * self._inside(row), two + self._head_inputs(2 * compared)
         cut = () if removed_params is None else (self.pruning(removed_params, way),)
@@ -393,8 +393,8 @@ class Shapes:
             saved += (
                 FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
             )  # adapters in float32 save their inputs in it, too
-            # Of a divergence those of two models, half as many of each, both log-softmaxes and their difference.
-            logits, behind, beside = min(logits, MAX_LOGIT_ELEMENTS[self.device] // 2), 2 * item + 3 * FLOAT32, 0
+            # Of a divergence those of two models, both softmaxes and their difference.
+            logits, behind, beside = self._logits(work, models=2), 2 * item + 3 * FLOAT32, 0
         most, wide = max(q, m), max(FLOAT32, item)
         weight = self.geometry.largest_weight if self.geometry.experts_per_token else h * most
         one = of_weights * 2 * weight * item  # its gradient
@@ -426,10 +426,10 @@ class Shapes:
         away = self._away(states, way)
         return StageMemory(stage, str(way), sums + states - away, self._allocated(max(head, inner)), away)
 
-    def _logits(self, work: PassWork) -> int:
-        """Return the elements of the largest part of the logits that is there at once."""
-        positions = work.batch_tokens * bool(work.head_positions)
-        return min(MAX_LOGIT_ELEMENTS[self.device], positions * self.config.vocab_size)
+    def _logits(self, work: PassWork, models: int = 1) -> int:
+        """Return the elements of the largest part of the logits that is there at once, of each of so many models."""
+        vocab = self.config.vocab_size
+        return vocab * min(work.batch_tokens * bool(work.head_positions), positions_at_once(self.device, vocab, models))
 
     def _head_inputs(self, tokens: int) -> int:
         """Return the bytes of what goes into the head, and of its norm in float32."""

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tune_prune.core import terminal
 from tune_prune.evaluation.engine.passes import Batch, Pass, layer_by_layer, whole_model
 from tune_prune.models.families import family_of
-from tune_prune.models.head import MAX_LOGIT_ELEMENTS, Head
+from tune_prune.models.head import Head, positions_at_once
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
@@ -155,7 +155,7 @@ def score_rows(
     rows = sorted(rows, key=lambda row: (row.masked, -len(row.tokens)))
     device = residency.device or model.device
     budget = batch_tokens or default_batch_tokens(model.config, device.type)
-    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // Head(model).vocabulary if device.type == "cpu" else budget
+    most_scored = positions_at_once("cpu", Head(model).vocabulary) if device.type == "cpu" else budget
     longest = max(len(row.tokens) for row in rows)
     budget = residency.at_once(min(budget, len(rows) * longest))
     start = 0
