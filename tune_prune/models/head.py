@@ -137,23 +137,22 @@ class NextTokenLosses:
             return
         hidden = self.head_inputs(given)  # [B, T, H]
         inputs = hidden.detach()[:, :-1].flatten(0, 1)
-        if dense is None:
-            step, targets, backward = self.step, samples[:, 1:].flatten(), self._backward
-        else:
-            step, targets, backward = self.step_of_two, dense[:, :-1].flatten(0, 1).to(inputs), self._backward_to_dense
+        targets = samples[:, 1:].flatten() if dense is None else dense[:, :-1].flatten(0, 1).to(inputs)
+        step = self.step if dense is None else self.step_of_two
         parts = []
         for part, wanted in zip(inputs.split(step), targets.split(step), strict=True):
-            backward(part.requires_grad_(True), wanted, weight)
+            part.requires_grad_(True)
+            if dense is None:
+                (weight * _losses(self.head(part), wanted).sum()).backward()
+            else:
+                self._backward_to_dense(part, wanted, weight)
             parts.append(part.grad)
         gradient = torch.zeros_like(hidden)
         gradient[:, :-1] = torch.cat(parts).view(len(samples), -1, hidden.shape[2])
         hidden.backward(gradient)
 
-    def _backward(self, hidden: Tensor, targets: Tensor, weight: float) -> None:
-        (weight * _losses(self.head(hidden), targets).sum()).backward()
-
     def _backward_to_dense(self, hidden: Tensor, dense: Tensor, weight: float) -> None:
-        """Do so with the divergences: softmax(own) - softmax(dense) is their gradient with regard to own logits."""
+        """Add `weight` times the gradients of the divergences, which by own logits are softmax(own) - softmax(dense)."""
         with torch.no_grad():
             wanted = _probabilities(self.head(dense))
         own = self.head(hidden)
