@@ -77,16 +77,25 @@ def test_losses_of_bfloat16_logits_are_taken_in_float32(tiny, change):
     assert (coarse.float().view(3, -1) - found).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("separate", [True, False])
-def test_gradients_of_divergences_are_those_of_whole_logits(tiny, separate, monkeypatch):
+def test_a_cpu_takes_64_positions_at_least_and_of_two_models_half_as_many():
+    found = {vocabulary: [head.positions_at_once("cpu", vocabulary, models) for models in (1, 2)]
+             for vocabulary in (1024, 49_152, 262_144)}  # fmt: skip
+    assert found == {1024: [6144, 3072], 49_152: [128, 64], 262_144: [64, 64]}
+    assert [head.positions_at_once("cuda", 262_144, models) for models in (1, 2)] == [256, 128]
+
+
+@pytest.mark.parametrize(
+    ("variant", "separate"), [("llama", True), ("llama", False), ("gemma3_text-biases-tied", True)]
+)
+def test_gradients_of_divergences_are_those_of_whole_logits(tiny, variant, separate, monkeypatch):
     monkeypatch.setattr(head, "positions_at_once", lambda *_: 7)
-    model = tiny("llama") if separate else scaled(tiny("llama"))
+    model = tiny(variant) if separate else scaled(tiny(variant))
     weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
     losses = NextTokenLosses(model)
     assert losses.separate is separate
     states = torch.randn(3, 11, model.config.hidden_size, dtype=model.dtype, generator=torch.Generator().manual_seed(6))
     wanted = model.lm_head(states)
-    if not separate:
+    if not separate or model.config.model_type == "gemma3_text":  # both cap their logits at 3
         wanted = 3 * torch.tanh(wanted / 3)
     own = model(input_ids=IDS, use_cache=False).logits
     each = F.kl_div(own.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none").sum(-1)

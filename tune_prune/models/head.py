@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Elements of logits that are there at once. On a CPU 24 MB in float32: from 32 MB on, the C library asks the system for new
-# pages every time, and touching them costs as much as a third of the head. A product of fewer rows than 64 with its weights
-# waits for these, which costs more: a row of 12 takes 1.7 times as long as one of 64 (262,144 x 640, a divergence's gradient).
+# pages every time, and touching them costs as much as a third of the head. With a vocabulary above 98,000 it is more: a product
+# of fewer than 64 rows waits for its weights (a divergence's gradient at 262,144 x 640: by 12 rows 1.7 times as long).
 MAX_LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 6 << 20}
 FEWEST_ROWS = {"cuda": 1, "cpu": 64}
 
