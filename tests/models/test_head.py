@@ -77,7 +77,7 @@ def test_losses_of_bfloat16_logits_are_taken_in_float32(tiny, change):
     assert (coarse.float().view(3, -1) - found).abs().max() > 1e-3
 
 
-def test_a_cpu_takes_64_positions_at_least_and_of_two_models_half_as_many():
+def test_logits_of_so_many_positions_are_there_at_once_on_a_cpu_of_64_at_least():
     found = {vocabulary: [head.positions_at_once("cpu", vocabulary, models) for models in (1, 2)]
              for vocabulary in (1024, 49_152, 262_144)}  # fmt: skip
     assert found == {1024: [6144, 3072], 49_152: [128, 64], 262_144: [64, 64]}

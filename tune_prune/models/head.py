@@ -26,7 +26,7 @@ FEWEST_ROWS = {"cuda": 1, "cpu": 64}
 
 
 def positions_at_once(device: str, vocabulary: int, models: int = 1) -> int:
-    """Return the number of positions at which logits of so many models are there at a time."""
+    """Return at how many positions logits of so many models are there at a time; a `device` other than "cuda" counts as a CPU."""
     device = device if device in MAX_LOGIT_ELEMENTS else "cpu"
     return max(FEWEST_ROWS[device], MAX_LOGIT_ELEMENTS[device] // (models * vocabulary))
 
@@ -211,6 +211,7 @@ def _divergences(dense: Tensor, own: Tensor) -> Tensor:
 
 
 def _probabilities(logits: Tensor) -> Tensor:
+    """Return the softmax of `logits` [P, V], in float32 or better."""
     return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
