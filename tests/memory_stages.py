@@ -34,7 +34,7 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "taylor by layer": ("taylor", (10,)),
     "taylor streamed": ("taylor", (10,)),
     "removal": ("block_removal", (6,)),
-    "removal streamed": ("block_removal", (12,)),
+    "removal streamed": ("block_removal", (20,)),
     "input_norms": ("input_norms", (10,)),
     "evaluation": ("", ()),
     "evaluation streamed": ("", ()),

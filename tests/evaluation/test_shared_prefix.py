@@ -128,7 +128,7 @@ def test_of_equally_likely_tokens_the_first_is_greedy(monkeypatch, dtype):
     expected = log_probs.argmax(dim=-1)[rows] == targets
     assert 0 < expected.sum() < (log_probs[rows, targets] == log_probs.amax(dim=-1)[rows]).sum()
     for elements in (1 << 20, 5 * 9):
-        monkeypatch.setattr("tune_prune.evaluation.engine.rows._SOFTMAX_ELEMENTS", {"cpu": elements})
+        monkeypatch.setattr("tune_prune.models.head.SOFTMAX_ELEMENTS", {"cpu": elements})
         chosen, greedy = token_log_probs(logits, targets, rows)
         assert torch.equal(greedy, expected)
         assert torch.equal(chosen, log_probs[rows, targets])
@@ -139,7 +139,7 @@ def test_the_head_in_parts_scores_as_the_whole(tiny, monkeypatch):
     model = tiny("granite-biases-tied")
     module = "tune_prune.evaluation.engine.rows"
     monkeypatch.setattr(f"{module}._HEAD_IN_PARTS", {"cpu"})
-    monkeypatch.setattr(f"{module}._SOFTMAX_ELEMENTS", {"cpu": 7 * model.config.vocab_size})
+    monkeypatch.setattr(f"{module}.softmax_rows", lambda *_: 7)
     items, positions = assorted_items(), []
     expected = truth(model, items).loglikelihoods
     model.lm_head.register_forward_hook(lambda _, __, logits: positions.append(logits.shape[:-1].numel()))

@@ -43,6 +43,7 @@ def by_hand(model, ids):
 )
 def test_losses_and_gradients_in_parts_are_those_of_the_whole(variant, tiny, monkeypatch, positions):
     monkeypatch.setattr(head, "positions_at_once", lambda *_: positions)
+    monkeypatch.setattr(head, "softmax_rows", lambda *_: 3)
     model = tiny(variant)
     linears = map(FAMILIES[model.config.model_type].linears, model.model.layers)
     weights = [parts["down"].weight.requires_grad_(True) for parts in linears]
@@ -77,11 +78,12 @@ def test_losses_of_bfloat16_logits_are_taken_in_float32(tiny, change):
     assert (coarse.float().view(3, -1) - found).abs().max() > 1e-3
 
 
-def test_logits_of_so_many_positions_are_there_at_once_on_a_cpu_of_64_at_least():
+def test_logits_of_so_many_positions_are_there_at_once_on_a_cpu_of_256_at_least():
     found = {vocabulary: [head.positions_at_once("cpu", vocabulary, models) for models in (1, 2)]
-             for vocabulary in (1024, 49_152, 262_144)}  # fmt: skip
-    assert found == {1024: [6144, 3072], 49_152: [128, 64], 262_144: [64, 64]}
+             for vocabulary in (1024, 16_384, 262_144)}  # fmt: skip
+    assert found == {1024: [6144, 3072], 16_384: [384, 256], 262_144: [256, 256]}
     assert [head.positions_at_once("cuda", 262_144, models) for models in (1, 2)] == [256, 128]
+    assert [head.softmax_rows(device, 262_144) for device in ("cuda", "cpu", "mps")] == [256, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,7 @@ def test_logits_of_so_many_positions_are_there_at_once_on_a_cpu_of_64_at_least()
 )
 def test_gradients_of_divergences_are_those_of_whole_logits(tiny, variant, separate, monkeypatch):
     monkeypatch.setattr(head, "positions_at_once", lambda *_: 7)
+    monkeypatch.setattr(head, "softmax_rows", lambda *_: 3)
     model = tiny(variant) if separate else scaled(tiny(variant))
     weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
     losses = NextTokenLosses(model)

@@ -18,17 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Elements of logits that are there at once. On a CPU 24 MB in float32: from 32 MB on, the C library asks the system for new
-# pages every time, and touching them costs as much as a third of the head. With a vocabulary above 98,000 it is more: a product
-# of fewer than 64 rows waits for its weights (a divergence's gradient at 262,144 x 640: by 12 rows 1.7 times as long).
+# Elements of logits that are there at once, and on a CPU rows: a product of fewer waits for its weights (a head of 151,936 x 1,536
+# in bfloat16 takes 1.4 times as long by 64 rows as by 256, one of 262,144 x 640 2.4 times).
 MAX_LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 6 << 20}
-FEWEST_ROWS = {"cuda": 1, "cpu": 64}
+FEWEST_ROWS = {"cuda": 1, "cpu": 256}
+# Of these so many at once go through a softmax, in float32: on a CPU what its cache holds.
+SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
 
 
 def positions_at_once(device: str, vocabulary: int, models: int = 1) -> int:
     """Return at how many positions logits of so many models are there at a time; a `device` other than "cuda" counts as a CPU."""
     device = device if device in MAX_LOGIT_ELEMENTS else "cpu"
     return max(FEWEST_ROWS[device], MAX_LOGIT_ELEMENTS[device] // (models * vocabulary))
+
+
+def softmax_rows(device: str, vocabulary: int) -> int:
+    """Return of how many positions a softmax is taken at a time."""
+    return max(1, SOFTMAX_ELEMENTS.get(device, SOFTMAX_ELEMENTS["cpu"]) // vocabulary)
 
 
 class Head:
@@ -93,14 +99,11 @@ class NextTokenLosses:
         given = samples if given is None else given
         if self.separate:
             hidden = self.head_inputs(given)[:, :-1].flatten(0, 1)
-            logits = map(self.head, hidden.split(self.step))
-            losses = [
-                _losses(part, wanted) for part, wanted in zip(logits, targets.flatten().split(self.step), strict=True)
-            ]
-        else:  # their softmax at least is taken in parts
+            parts = zip(hidden.split(self.step), targets.flatten().split(self.step), strict=True)
+            losses = [_losses(self.head(part), wanted) for part, wanted in parts]
+        else:
             rows = zip(self.forward(given).logits, targets, strict=True)
-            parts = (zip(row[:-1].split(self.step), wanted.split(self.step), strict=True) for row, wanted in rows)
-            losses = [_losses(part, wanted) for row in parts for part, wanted in row]
+            losses = [_losses(row[:-1], wanted) for row, wanted in rows]
         return torch.cat(losses).view(targets.shape)
 
     @torch.inference_mode()
@@ -141,22 +144,16 @@ class NextTokenLosses:
         step = self.step if dense is None else self.step_of_two
         parts = []
         for part, wanted in zip(inputs.split(step), targets.split(step), strict=True):
-            part.requires_grad_(True)
-            if dense is None:
-                (weight * _losses(self.head(part), wanted).sum()).backward()
-            else:
-                self._backward_to_dense(part, wanted, weight)
+            own = self.head(part.requires_grad_(True))
+            own.backward(_gradient(own.detach(), wanted if dense is None else self._dense_logits(wanted), weight))
             parts.append(part.grad)
         gradient = torch.zeros_like(hidden)
         gradient[:, :-1] = torch.cat(parts).view(len(samples), -1, hidden.shape[2])
         hidden.backward(gradient)
 
-    def _backward_to_dense(self, hidden: Tensor, dense: Tensor, weight: float) -> None:
-        """Add `weight` times the gradients of the divergences, which by own logits are softmax(own) - softmax(dense)."""
-        with torch.no_grad():
-            wanted = _probabilities(self.head(dense))
-        own = self.head(hidden)
-        own.backward(_probabilities(own.detach()).sub_(wanted).mul_(weight).to(own.dtype))
+    @torch.no_grad()
+    def _dense_logits(self, dense: Tensor) -> Tensor:
+        return self.head(dense)
 
     @torch.no_grad()
     def _logits_of(self, given: Tensor, dense: Tensor) -> Tensor:
@@ -200,22 +197,48 @@ def head_input(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> It
         handle.remove()
 
 
+def _in_rows(*of_positions: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split logits [P, V], and what else there is of each position, into as many rows as a softmax is taken of at a time."""
+    logits = of_positions[0]
+    rows = softmax_rows(logits.device.type, logits.shape[-1])
+    return zip(*(tensor.to(logits.device).split(rows) for tensor in of_positions), strict=True)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    """Return what softmaxes are taken in: in bfloat16 losses would be off by whole nats."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
 def _divergences(dense: Tensor, own: Tensor) -> Tensor:
     """Return KL(dense || own) [P] of the distributions that these logits [P, V] are of."""
-    wanted, found = (
-        torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        for logits in (dense, own)
-    )
-    nats = wanted - found
-    return nats.mul_(wanted.exp_()).sum(dim=-1)  # a quarter of the time that F.kl_div takes on a CPU
 
+    def of_rows(dense: Tensor, own: Tensor) -> Tensor:
+        wanted, found = (torch.log_softmax(logits, dim=-1, dtype=_wide(logits)) for logits in (dense, own))
+        nats = wanted - found
+        return nats.mul_(wanted.exp_()).sum(dim=-1)  # a quarter of the time that F.kl_div takes on a CPU
 
-def _probabilities(logits: Tensor) -> Tensor:
-    """Return the softmax of `logits` [P, V], in float32 or better."""
-    return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return torch.cat([of_rows(*rows) for rows in _in_rows(dense, own)])
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy [P] of `targets` [P] under `logits` [P, V]; in bfloat16 it would be off by whole nats."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets.to(logits.device), reduction="none")
+    """Return the cross entropy [P] of `targets` [P] under `logits` [P, V]."""
+    parts = _in_rows(logits, targets)
+    return torch.cat([F.cross_entropy(rows.to(_wide(rows)), wanted, reduction="none") for rows, wanted in parts])
+
+
+def _gradient(own: Tensor, wanted: Tensor, weight: float) -> Tensor:
+    """Return `weight` times the gradient by logits `own` [P, V] of their losses at the tokens `wanted` [P], or of their divergences
+    from the logits `wanted` [P, V], which it is written over: softmax(own) less what is wanted."""
+
+    def of_rows(own: Tensor, wanted: Tensor) -> Tensor:
+        found = torch.softmax(own, dim=-1, dtype=_wide(own))
+        if wanted.is_floating_point():
+            found -= torch.softmax(wanted, dim=-1, dtype=found.dtype)
+        else:
+            found[torch.arange(len(wanted), device=wanted.device), wanted] -= 1
+        return found.mul_(weight)
+
+    gradient = wanted if wanted.is_floating_point() else torch.empty_like(own)
+    for logits, aim, rows in _in_rows(own, wanted, gradient):
+        rows.copy_(of_rows(logits, aim))
+    return gradient

@@ -47,7 +47,7 @@ from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.head import positions_at_once
+from tune_prune.models.head import positions_at_once, softmax_rows
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
 from tune_prune.models.runner.spread import layers_on
@@ -64,7 +64,6 @@ PROCESS_BYTES = {"cpu": (950 if torch.version.cuda else 550) * 2**20, "cuda": 60
 GRAPH_BYTES = {"cpu": 0, "cuda": 64 * 2**20}  # more of one that trains: cuBLAS's on the stream of CUDA graphs
 INLINE_BYTES = {"cpu": 200 * 2**20, "cuda": 0}  # more of one that also plans and reports
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
-SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
 FLOAT32 = 4
 # What an allocator holds over what is counted of a gradient pass through the whole model: on a CPU 0.97 to 1.26 (24 processes).
 FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
@@ -217,24 +216,20 @@ class Shapes:
 
         `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the longest zero-shot item;
         `row_tokens`: of all of them."""
-        vocab, config, device, item = self.config.vocab_size, self.config, self.device, self.itemsize
-        at_once, of_two = (positions_at_once(device, vocab, models) for models in (1, 2))
+        config, device, item = self.config, self.device, self.itemsize
         # Bytes of each stage's batch in the layers, and behind them.
         positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
-        logits = min(positions, at_once) * vocab * (item % FLOAT32 + 2 * FLOAT32)
-        perplexity = positions * self._inside(window), logits + self._head_inputs(positions)
+        perplexity = positions * self._inside(window), self._logits(positions) + self._head_inputs(positions)
         tokens = max(default_batch_tokens(config, device), longest_row)
         scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
         masks = tokens * longest_row * (8 + 4 + item)  # made from distances in int64
-        softmax = min(SOFTMAX_ELEMENTS[device], scored * vocab)
+        softmax = min(scored, softmax_rows(device, config.vocab_size))
         # Logits of all positions are there at once on a CPU only.
-        scores = FLOAT32 * softmax + item * (softmax if device == "cuda" else scored * vocab)
+        scores = config.vocab_size * (FLOAT32 * softmax + item * (softmax if device == "cuda" else scored))
         zero_shot = tokens * self._inside(longest_row) + masks, scores + masks + self._head_inputs(tokens)
-        # Batches as large as zero-shot's, or one window. Of two models: logits, log-softmax, difference.
-        compared = max(tokens, window)
-        two = min(compared, of_two) * vocab * (2 * item + 3 * FLOAT32)
+        compared = max(tokens, window)  # batches as large as zero-shot's, or one window
         row = max(longest_row, min(window, compared_tokens(text_tokens, TEXT_TOKENS)))
-        kl = compared * self._inside(row), two + self._head_inputs(2 * compared)
+        kl = compared * self._inside(row), self._logits(compared, models=2) + self._head_inputs(2 * compared)
         cut = () if removed_params is None else (self.pruning(removed_params, way),)
         copy = sum(stage.held for stage in cut)
         # Tokens that go through brought layers together, and the bytes of their masks.
@@ -345,8 +340,7 @@ class Shapes:
 
     def _forward(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, tokens, most = self.geometry.hidden_size, work.batch_tokens, max(self._q, self._m)
-        # Logits, in float32 too, and their log-softmax.
-        head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(tokens)
+        head = (self._logits(tokens) + self._head_inputs(tokens)) * bool(work.head_positions)
         inside, carried, sums = self._inside(work.row_tokens), tokens * work.carried, 0
         if work.input_squares:
             # Inputs are copied in float64 to sum up their squares; a GPU does so in many parts, with 9.5 bytes more (measured).
@@ -360,10 +354,10 @@ class Shapes:
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * (self._between + self._given) * self.itemsize
-            return self._streamed(stage, sums, states, layers, head if work.head_positions else 0, way.forward_only)
+            return self._streamed(stage, sums, states, layers, head, way.forward_only)
         if work.product_tokens and self.device == "cpu":  # where the weights that come out are kept
             sums += self.itemsize * h * self.geometry.num_layers * (self._q + self._m)
-        activations = self._allocated(max(layers, head if work.head_positions else 0))
+        activations = self._allocated(max(layers, head))
         waiting = (carried * self._between + tokens * self._given) * self.itemsize
         return StageMemory(stage, str(RESIDENT), sums + waiting, activations)
 
@@ -380,21 +374,19 @@ class Shapes:
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
-        layers, logits, heads = self.geometry.num_layers, self._logits(work), self._scores(work.row_tokens)
+        layers, heads = self.geometry.num_layers, self._scores(work.row_tokens)
+        logits = self._logits(tokens, gradient=True) * bool(work.head_positions)
         family, of_weights = family_of(self.config.model_type), bool(work.weight_sums)
         normed = len(family.layer_norms) * h + bool(family.head_norms) * (q + q // self.geometry.queries_per_kv)
         saved = item * (2 * h + 5 * q + 4 * m + 2 * self._routed) + FLOAT32 * normed + heads  # of a token in a layer
         saved += self._state(22, 28)
         if not (of_weights or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
             saved -= item * 2 * h
-        # Of a part of the logits the log-softmax and two gradients.
-        behind, beside = 3 * FLOAT32, item
         if work.adapter_rank:
             saved += (
                 FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
             )  # adapters in float32 save their inputs in it, too
-            # Of a divergence those of two models, both softmaxes and their difference.
-            logits, behind, beside = self._logits(work, models=2), 2 * item + 3 * FLOAT32, 0
+            logits = self._logits(tokens, models=2)  # of a divergence, whose gradient is written over one of them
         most, wide = max(q, m), max(FLOAT32, item)
         weight = self.geometry.largest_weight if self.geometry.experts_per_token else h * most
         one = of_weights * 2 * weight * item  # its gradient
@@ -411,25 +403,31 @@ class Shapes:
             here = layers_on(layers, self.gpus)
             inside = item * (3 * h + 4 * q + 4 * m + 4 * self._routed) + squares + 2 * heads
             # Logits, too; they are gone before the first layer's backward pass.
-            need = here * tokens * saved + max(logits * (beside + behind), tokens * inside) + one
+            need = here * tokens * saved + max(logits, tokens * inside) + one
             held = sums * self._on_one(self.geometry.layer_params) + here * products
             return StageMemory(stage, str(way), held, int(FRAGMENTATION[self.device] * max(need, results)))
         sums = sums * max(self.geometry.layer_params) + products
         states = work.attention_tokens // layers * item * (self._between * (layers + 1) + self._given)
-        head = max(0, logits * behind + tokens * h * (6 * item + 2 * FLOAT32) - sums)
+        head = max(0, logits + tokens * h * (6 * item + 2 * FLOAT32) - sums)
         inside = (
             item * (2 * h + max(2 * m + 2 * self._routed, 4 * q)) + squares + 2 * heads
         )  # gradients, while saved goes
-        inner = max(tokens * (saved + inside) + one, results)
+        # The largest gradient of experts comes when what the backward pass holds inside them is gone.
+        beside = max(tokens * inside, one) if self.geometry.experts_per_token else tokens * inside + one
+        inner = max(tokens * saved + beside, results)
         if way.from_files:
             return self._streamed(stage, sums, states, inner, head, way)
         away = self._away(states, way)
         return StageMemory(stage, str(way), sums + states - away, self._allocated(max(head, inner)), away)
 
-    def _logits(self, work: PassWork, models: int = 1) -> int:
-        """Return the elements of the largest part of the logits that is there at once, of each of so many models."""
+    def _logits(self, positions: int, models: int = 1, gradient: bool = False) -> int:
+        """Return the bytes of the part of the logits [positions, vocabulary] of so many models, or of one and a gradient, that is
+        there at once, and of what softmaxes of a part of these take in float32: two and their difference, or one."""
         vocab = self.config.vocab_size
-        return vocab * min(work.batch_tokens * bool(work.head_positions), positions_at_once(self.device, vocab, models))
+        logits = min(positions, positions_at_once(self.device, vocab, models))
+        of_softmax = min(logits, softmax_rows(self.device, vocab))
+        wide = 3 if models > 1 else 1 + bool(self.itemsize % FLOAT32)  # what is not in float32 is copied
+        return vocab * ((models + gradient) * self.itemsize * logits + wide * FLOAT32 * of_softmax)
 
     def _head_inputs(self, tokens: int) -> int:
         """Return the bytes of what goes into the head, and of its norm in float32."""

@@ -22,12 +22,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tune_prune.core import terminal
 from tune_prune.evaluation.engine.passes import Batch, Pass, layer_by_layer, whole_model
 from tune_prune.models.families import family_of
-from tune_prune.models.head import Head, positions_at_once
+from tune_prune.models.head import Head, softmax_rows
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
-# Float32 log-softmax elements held at once (256 MiB on a GPU), so that a 150k vocabulary does not set the peak memory.
-_SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+# Logits of a batch of several rows on a CPU, and positions: for more than 32 MB the C library asks the system for new pages.
+_SCORED_ELEMENTS, _FEWEST_SCORED = 6 << 20, 64
 # Where a batch scores so many positions that their logits are made in such parts, too: 12,000 at that vocabulary are 3.7 GB.
 _HEAD_IN_PARTS = {"cuda"}
 
@@ -155,7 +155,8 @@ def score_rows(
     rows = sorted(rows, key=lambda row: (row.masked, -len(row.tokens)))
     device = residency.device or model.device
     budget = batch_tokens or default_batch_tokens(model.config, device.type)
-    most_scored = positions_at_once("cpu", Head(model).vocabulary) if device.type == "cpu" else budget
+    few = max(_FEWEST_SCORED, _SCORED_ELEMENTS // Head(model).vocabulary)
+    most_scored = few if device.type == "cpu" else budget
     longest = max(len(row.tokens) for row in rows)
     budget = residency.at_once(min(budget, len(rows) * longest))
     start = 0
@@ -259,7 +260,7 @@ def token_log_probs(
     chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
     likeliest = torch.zeros(len(targets), dtype=torch.bool, device=logits.device)
     vocabulary = logits.shape[-1] if head is None else head.vocabulary
-    step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // vocabulary)
+    step = softmax_rows(logits.device.type, vocabulary)
     for start in range(0, len(logits), step):
         part = logits[start : start + step]
         log_probs = torch.log_softmax(part if head is None else head(part), dim=-1, dtype=dtype)
