@@ -83,7 +83,12 @@ def test_logits_of_so_many_positions_are_there_at_once_on_a_cpu_of_256_at_least(
              for vocabulary in (1024, 16_384, 262_144)}  # fmt: skip
     assert found == {1024: [6144, 3072], 16_384: [384, 256], 262_144: [256, 256]}
     assert [head.positions_at_once("cuda", 262_144, models) for models in (1, 2)] == [256, 128]
-    assert [head.softmax_rows(device, 262_144) for device in ("cuda", "cpu", "mps")] == [256, 4, 4]
+
+
+def test_a_softmax_is_taken_of_what_a_cpu_holds_in_its_cache_and_of_a_position_for_each_thread(monkeypatch):
+    for threads, rows in ((1, 4), (8, 8)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert [head.softmax_rows(device, 262_144) for device in ("cuda", "cpu", "mps")] == [256, rows, rows]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Elements of logits that are there at once, and on a CPU rows: a product of fewer waits for its weights (a head of 151,936 x 1,536
-# in bfloat16 takes 1.4 times as long by 64 rows as by 256, one of 262,144 x 640 2.4 times).
+# Elements of logits that are there at once, and on a CPU how many positions at least: a product of fewer waits for its weights (a
+# head of 151,936 x 1,536 in bfloat16 takes 1.4 times as long by 64 positions as by 256, one of 262,144 x 640 2.4 times).
 MAX_LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 6 << 20}
 FEWEST_ROWS = {"cuda": 1, "cpu": 256}
-# Of these so many at once go through a softmax, in float32: on a CPU what its cache holds.
+# Of these so many at once go through a softmax, in float32: on a CPU what its cache holds, but a position for each thread.
 SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
 
 
@@ -34,7 +34,8 @@ def positions_at_once(device: str, vocabulary: int, models: int = 1) -> int:
 
 def softmax_rows(device: str, vocabulary: int) -> int:
     """Return of how many positions a softmax is taken at a time."""
-    return max(1, SOFTMAX_ELEMENTS.get(device, SOFTMAX_ELEMENTS["cpu"]) // vocabulary)
+    fewest = 1 if device == "cuda" else torch.get_num_threads()
+    return max(fewest, SOFTMAX_ELEMENTS.get(device, SOFTMAX_ELEMENTS["cpu"]) // vocabulary)
 
 
 class Head:
@@ -64,9 +65,15 @@ class Head:
         if self.factor is not None:
             logits = logits.mul_(self.factor)
         if self.cap is not None:
-            logits = logits.div_(self.cap).tanh_()
-            logits = logits * self.cap if logits.requires_grad else logits.mul_(self.cap)  # its gradient reads tanh
+            logits = logits.div_(self.cap).tanh_().mul_(self.cap)
         return logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of `finished` where it gives `logits`."""
+        slope = (self.factor or 1.0) / (self.scale or 1.0)
+        if self.cap is None:
+            return slope
+        return (logits.to(_wide(logits)) / self.cap).square_().mul_(-slope).add_(slope)
 
 
 class NextTokenLosses:
@@ -144,8 +151,10 @@ class NextTokenLosses:
         step = self.step if dense is None else self.step_of_two
         parts = []
         for part, wanted in zip(inputs.split(step), targets.split(step), strict=True):
-            own = self.head(part.requires_grad_(True))
-            own.backward(_gradient(own.detach(), wanted if dense is None else self._dense_logits(wanted), weight))
+            projected = self.head.projection(part.requires_grad_(True))
+            own = self.head.finished(projected.detach())  # in its place, as its gradient does not read it
+            aim = wanted if dense is None else self._dense_logits(wanted)
+            projected.backward(_gradient(own, aim, weight, self.head.slope))
             parts.append(part.grad)
         gradient = torch.zeros_like(hidden)
         gradient[:, :-1] = torch.cat(parts).view(len(samples), -1, hidden.shape[2])
@@ -226,9 +235,9 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat([F.cross_entropy(rows.to(_wide(rows)), wanted, reduction="none") for rows, wanted in parts])
 
 
-def _gradient(own: Tensor, wanted: Tensor, weight: float) -> Tensor:
-    """Return `weight` times the gradient by logits `own` [P, V] of their losses at the tokens `wanted` [P], or of their divergences
-    from the logits `wanted` [P, V], which it is written over: softmax(own) less what is wanted."""
+def _gradient(own: Tensor, wanted: Tensor, weight: float, slope: Callable[[Tensor], Tensor | float]) -> Tensor:
+    """Return `weight` times the gradient of the losses of logits `own` [P, V] at the tokens `wanted` [P], or of their divergences
+    from the logits `wanted` [P, V], which it is written over: softmax(own) less what is wanted, times the `slope` of `own`."""
 
     def of_rows(own: Tensor, wanted: Tensor) -> Tensor:
         found = torch.softmax(own, dim=-1, dtype=_wide(own))
@@ -236,9 +245,9 @@ def _gradient(own: Tensor, wanted: Tensor, weight: float) -> Tensor:
             found -= torch.softmax(wanted, dim=-1, dtype=found.dtype)
         else:
             found[torch.arange(len(wanted), device=wanted.device), wanted] -= 1
-        return found.mul_(weight)
+        return found.mul_(weight * slope(own))
 
     gradient = wanted if wanted.is_floating_point() else torch.empty_like(own)
-    for logits, aim, rows in _in_rows(own, wanted, gradient):
-        rows.copy_(of_rows(logits, aim))
+    for logits, aim, part in _in_rows(own, wanted, gradient):
+        part.copy_(of_rows(logits, aim))
     return gradient

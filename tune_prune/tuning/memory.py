@@ -3,7 +3,7 @@
 A worker holds the dense model all the time, unless its weights stay in their files. Beside it a stage takes:
 
     gradients       float32 sums of the projections' gradients, twice where a snapshot falls inside a batch; what every layer
-                    saves for its backward pass; and a part of the logits with what their log-softmax leaves
+                    saves for its backward pass; and a part of the logits with their gradient
       by layer      sums of one layer, what one layer saves, and, until the pass has come back to it, what every layer was
                     given: hidden states of all samples, in host memory or in a file
       kfac          in place of these sums products of the inputs of every layer's last projections; what solving by them takes
@@ -386,7 +386,7 @@ class Shapes:
             saved += (
                 FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
             )  # adapters in float32 save their inputs in it, too
-            logits = self._logits(tokens, models=2)  # of a divergence, whose gradient is written over one of them
+            logits = self._logits(tokens, models=2)
         most, wide = max(q, m), max(FLOAT32, item)
         weight = self.geometry.largest_weight if self.geometry.experts_per_token else h * most
         one = of_weights * 2 * weight * item  # its gradient
@@ -421,12 +421,15 @@ class Shapes:
         return StageMemory(stage, str(way), sums + states - away, self._allocated(max(head, inner)), away)
 
     def _logits(self, positions: int, models: int = 1, gradient: bool = False) -> int:
-        """Return the bytes of the part of the logits [positions, vocabulary] of so many models, or of one and a gradient, that is
-        there at once, and of what softmaxes of a part of these take in float32: two and their difference, or one."""
+        """Return the bytes of the part of the logits [positions, vocabulary] that is there at once, and of the softmaxes of a part
+        of that, in float32. `models`: 2 for a divergence, which has the difference of both softmaxes besides, and whose gradient
+        is written over the dense model's logits; `gradient`: of losses, which has a place of its own."""
         vocab = self.config.vocab_size
         logits = min(positions, positions_at_once(self.device, vocab, models))
         of_softmax = min(logits, softmax_rows(self.device, vocab))
-        wide = 3 if models > 1 else 1 + bool(self.itemsize % FLOAT32)  # what is not in float32 is copied
+        wide = 1 + bool(self.itemsize % FLOAT32)  # what is not in float32 is copied
+        if models > 1 or (gradient and getattr(self.config, "final_logit_softcapping", None)):
+            wide = 3  # with the slope of the cap
         return vocab * ((models + gradient) * self.itemsize * logits + wide * FLOAT32 * of_softmax)
 
     def _head_inputs(self, tokens: int) -> int:

@@ -26,7 +26,8 @@ from tune_prune.models.head import Head, softmax_rows
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
-# Logits of a batch of several rows on a CPU, and positions: for more than 32 MB the C library asks the system for new pages.
+# Positions that a batch of several rows scores on a CPU: at most those of so many logits, or so many where that is fewer. With
+# more it waits for the pages that the C library asks the system for.
 _SCORED_ELEMENTS, _FEWEST_SCORED = 6 << 20, 64
 # Where a batch scores so many positions that their logits are made in such parts, too: 12,000 at that vocabulary are 3.7 GB.
 _HEAD_IN_PARTS = {"cuda"}
@@ -155,8 +156,9 @@ def score_rows(
     rows = sorted(rows, key=lambda row: (row.masked, -len(row.tokens)))
     device = residency.device or model.device
     budget = batch_tokens or default_batch_tokens(model.config, device.type)
-    few = max(_FEWEST_SCORED, _SCORED_ELEMENTS // Head(model).vocabulary)
-    most_scored = few if device.type == "cpu" else budget
+    most_scored = budget
+    if device.type == "cpu":
+        most_scored = max(_FEWEST_SCORED, _SCORED_ELEMENTS // Head(model).vocabulary)
     longest = max(len(row.tokens) for row in rows)
     budget = residency.at_once(min(budget, len(rows) * longest))
     start = 0
