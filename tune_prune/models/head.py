@@ -151,18 +151,21 @@ class NextTokenLosses:
         step = self.step if dense is None else self.step_of_two
         parts = []
         for part, wanted in zip(inputs.split(step), targets.split(step), strict=True):
-            projected = self.head.projection(part.requires_grad_(True))
-            own = self.head.finished(projected.detach())  # in its place, as its gradient does not read it
-            aim = wanted if dense is None else self._dense_logits(wanted)
-            projected.backward(_gradient(own, aim, weight, self.head.slope))
+            self._backward_part(part.requires_grad_(True), wanted, weight)
             parts.append(part.grad)
         gradient = torch.zeros_like(hidden)
         gradient[:, :-1] = torch.cat(parts).view(len(samples), -1, hidden.shape[2])
         hidden.backward(gradient)
 
-    @torch.no_grad()
-    def _dense_logits(self, dense: Tensor) -> Tensor:
-        return self.head(dense)
+    def _backward_part(self, hidden: Tensor, wanted: Tensor, weight: float) -> None:
+        """Add to the gradient of what the head is given [P, H] `weight` times that of losses at the tokens `wanted` [P], or of
+        divergences from where it is given `wanted` [P, H]."""
+        projected = self.head.projection(hidden)
+        with torch.no_grad():
+            own = self.head.finished(projected.detach())  # in its place, as its gradient does not read it
+            aim = self.head(wanted) if wanted.is_floating_point() else wanted
+            gradient = _gradient(own, aim, weight, self.head.slope)
+        projected.backward(gradient)
 
     @torch.no_grad()
     def _logits_of(self, given: Tensor, dense: Tensor) -> Tensor:
