@@ -2,9 +2,10 @@
 
     python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
-searched.json, what the study of Gemma or Qwen has searched, is of the experiments study-MODEL-grid and -recommended:
+searched.json, what the study of Gemma or Qwen has searched, is of the experiments study-MODEL-grid and -recommended, and
+judged_so_far.json of study-MODEL-judged:
 
-    python scripts/quality_table.py EXPERIMENTS --reference CONFIGURATION --output searched.json        one of SEARCHED
+    python scripts/quality_table.py EXPERIMENTS --reference CONFIGURATION --output searched.json        of SEARCHED or JUDGED
 
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
 Regained: of what the best of the published grid has lost, by KL unless a rule is named. Errors are one standard error, paired over
@@ -29,6 +30,10 @@ STEPS = {"grid": "best of the published grid", "recommended": "recommended", "tr
 RANDOM = "random-s16-n128"
 # Models of which all that was searched is shown, and beside which configuration: that of their grid which is SmolLM2's best by KL.
 SEARCHED = {"gemma3-270m": "taylor-s256-n128", "qwen2.5-coder-1.5b": "taylor-s128-n128"}
+JUDGED = {
+    "gemma3-270m": "layerwise-s64-n128",
+    "qwen2.5-coder-1.5b": "layerwise-s128-n128",
+}  # the best of their grids by KL
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
 
@@ -80,9 +85,20 @@ def regained(row: Row, reference: str) -> list[str]:
 
 
 def searched(model: str) -> str:
-    """Return what was searched of that model, on the items that choose: that of the lowest KL, mean of both, first."""
-    rows = sorted(load(STUDIES / model / "searched.json"), key=lambda row: row["kl_text"] + row["kl_tasks"])
-    cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, SEARCHED[model])] for row in rows)
+    """Return what was searched of that model, on the items that choose."""
+    return by_distance(load(STUDIES / model / "searched.json"), SEARCHED[model])
+
+
+def judged_so_far(model: str) -> str:
+    """Return what has been judged of a model whose study is not finished; "" of others."""
+    path = STUDIES / model / "judged_so_far.json"
+    return by_distance(load(path), JUDGED[model]) if path.exists() else ""
+
+
+def by_distance(found: list[Row], reference: str) -> str:
+    """Return these rows, that of the lowest KL, mean of both, first."""
+    rows = sorted(found, key=lambda row: row["kl_text"] + row["kl_tasks"])
+    cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, reference)] for row in rows)
     return markdown_table([*MEASURED, "accuracy", *REGAINED], cells)
 
 
@@ -146,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     tables = [
         *(part(one) for one in studies for part in (of_model, of_ratios)),
         *map(searched, SEARCHED),
+        *map(judged_so_far, JUDGED),
         transfer(studies),
     ]
     print("\n\n".join(filter(None, tables)))

@@ -191,6 +191,16 @@ def arena_of_peers() -> Iterator[str]:
         yield f"| {' | '.join(arena.cells(row, rows['dense']))} |"
 
 
+@shown_on("docs/quality.md")
+def recommended_of_real_models() -> Iterator[str]:
+    for model, found in (("gemma3-270m", "gate_fisher-s128-n128-least_squares-t65536"),
+                         ("qwen2.5-coder-1.5b", "layerwise-s128-n128-least_squares-t20480")):  # fmt: skip
+        rows = {row["configuration"]: row for row in record(f"real_models/{model}/judged_so_far")}
+        yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(rows[found]))
+        if trained := rows.get(f"{found}-lora"):
+            yield "trained briefly {}%, {}% and {}%".format(*shares(trained))
+
+
 @shown_on("docs/studies/real_models.md")
 def real_models_judged() -> Iterator[str]:
     studies = real_models.read()
@@ -203,6 +213,8 @@ def real_models_judged() -> Iterator[str]:
         if theirs := one.rows("gold_logprob").get("layerwise-s32-n128"):  # which Qwen's grid chose
             yield f"regains {share(theirs, 'gold_logprob_mean')}% of that one's right answers"
     yield from map(real_models.searched, real_models.SEARCHED)
+    yield from map(real_models.judged_so_far, real_models.JUDGED)
+    yield from (part for part in recommended_of_real_models() if part.startswith("regains"))
     for one in record("real_models/qwen2.5-coder-1.5b/measured_again").values():
         by = {name: value - one["recorded"][name] for name, value in one["measured"].items()}
         accuracy, earlier = (f"{one[kind]['acc_mean']:.4f}" for kind in ("measured", "recorded"))
