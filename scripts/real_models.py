@@ -30,10 +30,8 @@ STEPS = {"grid": "best of the published grid", "recommended": "recommended", "tr
 RANDOM = "random-s16-n128"
 # Models of which all that was searched is shown, and beside which configuration: that of their grid which is SmolLM2's best by KL.
 SEARCHED = {"gemma3-270m": "taylor-s256-n128", "qwen2.5-coder-1.5b": "taylor-s128-n128"}
-JUDGED = {
-    "gemma3-270m": "layerwise-s64-n128",
-    "qwen2.5-coder-1.5b": "layerwise-s128-n128",
-}  # the best of their grids by KL
+# Models of which not all is judged, and the best of their grids by KL.
+JUDGED = {"gemma3-270m": "layerwise-s64-n128", "qwen2.5-coder-1.5b": "layerwise-s128-n128"}
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
 

@@ -26,10 +26,10 @@ from tune_prune.models.head import Head, softmax_rows
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
-# Positions that a batch of several rows scores on a CPU: at most those of so many logits, or so many where that is fewer. With
-# more it waits for the pages that the C library asks the system for.
+# Positions that a batch of several rows scores on a CPU, at most: those of so many logits, which are all there at once, or at a
+# large vocabulary so many.
 _SCORED_ELEMENTS, _FEWEST_SCORED = 6 << 20, 64
-# Where a batch scores so many positions that their logits are made in such parts, too: 12,000 at that vocabulary are 3.7 GB.
+# Where a batch scores so many positions that their logits are made in parts: 12,000 at a vocabulary of 150,000 are 3.7 GB.
 _HEAD_IN_PARTS = {"cuda"}
 
 
