@@ -104,7 +104,7 @@ def alike(trial: Trial, other: Trial) -> bool:
         ("steps", 0.4, "by layer, states in a file"),
         ("pruning", 0.95, ""),
         ("refit", 0.95, "streamed"),
-        ("recovery", 0.6, "streamed, states in a file"),
+        ("recovery", 0.56, "streamed, states in a file"),
         ("perplexity", 0.4, "resident, 1/4 at once"),
         ("zero_shot", 0.5, "streamed"),
     ],
