@@ -34,6 +34,8 @@ def prune(model: Any, windows: Tensor, ratio: float) -> Any:
         queries, keys = heads.repeat_interleave(width), heads.repeat_interleave(own.head_dim)
         for linear, rows in ((own.q_proj, queries), (own.k_proj, keys), (own.v_proj, keys)):
             linear.weight.data = linear.weight.data[rows]
+            if linear.bias is not None:  # Mend: its own model has none
+                linear.bias.data = linear.bias.data[rows]
         weight = own.o_proj.weight.data
         own.o_proj.bias.data = (mean * ~queries) @ weight.T
         own.o_proj.weight.data = weight[:, queries]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import tune_prune
 from arena_peers.scoring import Question
@@ -53,13 +53,29 @@ def questions(tokenizer: PreTrainedTokenizerBase, folder: Path, limit: int) -> I
             yield Question(task, [(tokens, len(tokens) - before) for tokens in whole], gold)
 
 
+def as_llama(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of Qwen2 as one of Llama's, the family that all peers know, with the same weights and logits: its biases
+    behind queries, keys and values are those of `attention_bias`, that behind the output is 0. Others as they are."""
+    if model.config.model_type != "qwen2":
+        return model
+    names = set(LlamaConfig().to_dict()) & set(model.config.to_dict()) - {"model_type", "architectures"}
+    config = LlamaConfig(**{name: getattr(model.config, name) for name in names}, attention_bias=True)
+    state, zeros = model.state_dict(), torch.zeros(config.hidden_size)
+    state |= {f"model.layers.{layer}.self_attn.o_proj.bias": zeros.clone() for layer in range(config.num_hidden_layers)}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(config)
+    llama.load_state_dict(state, assign=True)
+    llama.tie_weights()
+    return llama
+
+
 def write(args: argparse.Namespace) -> None:
     opened = tune_prune.open(args.model, data_dir=args.data_dir, dtype="float32", device="cpu")
     tokenizer, data = opened.tokenizer, Path(args.data_dir)
     text = calibration.tokens_of(tokenizer, calibration.resolve(args.calibration, args.data_dir, False))
     lines = (data / "text" / "wikitext2-raw.test.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     judged = calibration.tokenize(tokenizer, "\n\n".join(line if line.strip() else "" for line in lines))
-    opened.model.save_pretrained(args.folder)
+    as_llama(opened.model).save_pretrained(args.folder)
     tokenizer.save_pretrained(args.folder)
     config = args.folder / "config.json"
     values = json.loads(config.read_text(encoding="utf-8"))

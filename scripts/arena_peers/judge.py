@@ -1,4 +1,4 @@
-"""Scores a saved model: `python -m arena_peers.judge MODEL DENSE OUTPUT`, in the environment that can load it.
+"""Scores a saved model: `python -m arena_peers.judge MODEL DENSE OUTPUT PRECISION`, in the environment that can load it.
 
 MODEL is a folder: a pickled module in model.pt, or a checkpoint of transformers. The dense model's log-probabilities are kept
 beside it, so that all rows are compared with the same ones.
@@ -20,7 +20,8 @@ from arena_peers.scoring import Question, log_probabilities, score
 KL_TOKENS = 1024
 
 
-def main(model_folder: str, dense_folder: str, output: str) -> None:
+def main(model_folder: str, dense_folder: str, output: str, precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
     folder, dense = Path(model_folder), Path(dense_folder)
     if (folder / "model.pt").is_file():
         model = torch.load(folder / "model.pt", weights_only=False)

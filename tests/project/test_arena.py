@@ -110,6 +110,19 @@ def test_peers_get_the_windows_of_tune_prune_and_the_frequency_that_old_transfor
     assert json.loads((tmp_path / "dense" / "config.json").read_text())["rope_theta"] == 10000.0
 
 
+def test_peers_get_a_model_of_qwen2_as_one_of_llama(tmp_path: Path) -> None:
+    """Biases that are not 0, tied embeddings: the same logits by the plain checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(embedded.model_dir("tiny-qwen2")).float()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias)
+    inputs.as_llama(model).save_pretrained(tmp_path / "llama")
+    tokens = torch.randint(3, 500, (2, 40), generator=torch.Generator().manual_seed(0))
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    torch.testing.assert_close(llama(tokens).logits, model(tokens).logits)
+    biases = sum(layer.self_attn.o_proj.bias.numel() for layer in llama.model.layers)
+    assert llama.num_parameters() - biases == model.num_parameters()
+
+
 def test_the_layers_that_change_nothing_go_first() -> None:
     model = LlamaForCausalLM.from_pretrained(embedded.model_dir("tiny-llama"))
     before = sum(p.numel() for p in model.parameters())
