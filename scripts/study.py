@@ -95,7 +95,7 @@ class Study:
         groups = {"grid": grid, "recommended": recommended[~trained], "trained": recommended[trained]}
         best = {name: {rule: self.best(rows, rule) for rule in RULES_OF_CHOICE} for name, rows in groups.items()}
         chosen = [row for by_rule in best.values() for row in by_rule.values()]
-        chosen += [known[name] for name in self.args.judge] + [pd.Series({"name": "random", "method": "random"})]
+        chosen += [pd.Series({"name": "random", "method": "random"}), *(known[name] for name in self.args.judge)]
         for name, row in {row["name"]: row for row in chosen}.items():
             self.judge("judged", judging, name, row, [ratio])
         for step in ("grid", "recommended"):
