@@ -1,127 +1,84 @@
-"""README's chart and table, from committed results alone: SmolLM2-135M with 20% of its parameters removed, in several ways.
+"""README's chart and table, from committed results alone: real models, pruned by the best of the published grid and as recommended.
 
     python scripts/front_chart.py                      prints the table, draws docs/figures/front_chart.png
     python scripts/front_chart.py --output chart.svg
 
-Every number is of docs/studies/smollm2-135m: single trials in its CSV files, tables of scripts/quality_table.py in its JSON files.
-Perplexity of several runs is their geometric mean. The picture says in its metadata which table it was drawn with.
+Every number is of docs/studies/real_models, of what judged and had chosen nothing. The picture says in its metadata which table it
+was drawn with.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import io
-import json
 import sys
 from pathlib import Path
-from statistics import fmean, geometric_mean
-from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from script_tools import markdown_table, script_parser
+from quality_table import share
+from real_models import RANDOM, STUDIES, Study, read
+from script_tools import markdown_table, script_parser, shown
 
 from tune_prune.analysis.figures import BLUE, GREY, ORANGE, SKY
 from tune_prune.commands.flags import output_file
 from tune_prune.core.files import atomic_write_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
-STUDY = ROOT / "docs" / "studies" / "smollm2-135m"
-HEAD = ("", "Perplexity", "Distance on text", "Distance on questions", "Runs")
-RUNS = {1: "one run", 3: "three runs"}
-WIDTH, HEIGHT, DPI = 6.4, 3.2, 150  # 960 x 480 pixels
+STEPS = {"grid": "published grid's best", "recommended": "**recommended**", "trained": "and 100 training steps"}
+MEASURES = {"kl_text": "undone on text", "kl_tasks": "on questions"}
+COLOURS = {"original": GREY, "trained": BLUE, "recommended": SKY, "grid": ORANGE}
+LABELS = {"original": "original", "trained": "recommended,\n100 training steps", "recommended": "recommended"}
+LABELS |= {"grid": "published grid's best"}
+WIDTH, HEIGHT, DPI = 6.4, 2.5, 150  # 960 x 375 pixels
 
 
-class Row(NamedTuple):
-    label: str  # in the table
-    chart: str  # beside the bar; "" for a row of the table alone
-    colour: str
-    ppl: float
-    kl_text: float = 0.0
-    kl_tasks: float = 0.0
-    runs: int | None = None
+def perplexities(one: Study) -> dict[str, float]:
+    """Return by step the perplexity of its best by KL."""
+    return {step: one.rows()[one.chosen[step]["kl"]]["ppl"] for step in STEPS}
 
 
-def of_trials(method: str, seq_len: int, num_samples: int, file: str = "contenders") -> tuple[float, float, float, int]:
-    """Return perplexity, distances and runs of one configuration, from the CSV file of its trials."""
-    levels = [method, str(seq_len), str(num_samples)]
-    with (STUDY / f"{file}.csv").open(encoding="utf-8", newline="") as lines:
-        trials = [t for t in csv.DictReader(lines) if [t["method"], t["seq_len"], t["num_samples"]] == levels]
-    ppl, text, tasks = ([float(trial[name]) for trial in trials] for name in ("ppl", "kl_text", "kl_tasks"))
-    return geometric_mean(ppl), fmean(text), fmean(tasks), len(trials)
+def method(one: Study, step: str) -> str:
+    """Return the method of the best of a step by KL."""
+    return one.chosen[step]["kl"].split("-")[0]
 
 
-def of_table(file: str, name: str) -> tuple[float, float, float, int]:
-    """Return perplexity, distances and runs of one configuration from a table of means."""
-    rows = json.loads((STUDY / f"{file}.json").read_text(encoding="utf-8"))
-    (row,) = (row for row in rows if row["configuration"] == name)
-    return row["ppl"], row["kl_text"], row["kl_tasks"], row["draws"]
+def table(studies: list[Study]) -> str:
+    head = ["Perplexity", "original", "random removal", *STEPS.values(), *MEASURES.values()]
+    lines = []
+    for one in studies:
+        ppl = {step: shown(value) for step, value in perplexities(one).items()}
+        ppl |= {step: f"{ppl[step]} `{method(one, step)}`" for step in ("grid", "recommended")}
+        cells = [
+            f"{one.title} -{one.ratio:.0%}",
+            shown(one.dense["ppl"]),
+            shown(one.rows()[RANDOM]["ppl"]),
+            *ppl.values(),
+        ]
+        rows = [one.rows()[one.chosen[step]["kl"]] for step in ("recommended", "trained")]
+        lines.append([*cells, *(" → ".join(share(row, measure) for row in rows) for measure in MEASURES)])
+    return markdown_table(head, lines)
 
 
-def rows() -> list[Row]:
-    two_steps = "gate_fisher-s128-n512-least_squares-t131072"
-    return [
-        Row("original", "original", GREY, json.loads((STUDY / "dense.json").read_text(encoding="utf-8"))["ppl"]),
-        Row(
-            "**best recipe**: `gate_fisher` in two steps, questions in the sample text, repair, 400 training steps",
-            "best recipe: gate_fisher in two steps,\nquestions in the sample text, repair,\n400 training steps",
-            BLUE,
-            *of_table("quality_two_steps_trained", f"{two_steps}-lora-i400-e0.003-k2"),
-        ),
-        Row("the same without training", "", BLUE, *of_table("quality_two_steps", f"{two_steps}-k2")),
-        Row(
-            "**recommended**: `gate_fisher` and repair, no training",
-            "recommended: gate_fisher\nand repair, no training",
-            SKY,
-            *of_table("quality_draws", "gate_fisher-s128-n128-least_squares"),
-        ),
-        Row(
-            "best of the published grid by perplexity (`taylor`)",
-            "best of the published grid by\nperplexity: taylor",
-            ORANGE,
-            *of_trials("taylor", 256, 128),
-        ),
-        Row(
-            "best of the published grid by right answers (`layerwise`)",
-            "best of the published grid by\nright answers: layerwise",
-            ORANGE,
-            *of_trials("layerwise", 32, 256),
-        ),
-        Row("random removal", "", GREY, *of_trials("random", 16, 128, "control")),
-    ]
-
-
-def shown(ppl: float) -> str:
-    return f"{ppl:.1f}" if ppl < 1000 else f"{ppl:,.0f}"
-
-
-def table(rows: list[Row]) -> str:
-    def cells(row: Row) -> list[str]:
-        distances = [f"{value:.2f}" if row.runs else "0" for value in (row.kl_text, row.kl_tasks)]
-        return [row.label, shown(row.ppl), *distances, str(row.runs or "")]
-
-    return markdown_table(HEAD, map(cells, rows))
-
-
-def chart(rows: list[Row], kind: str) -> bytes:
+def chart(studies: list[Study], kind: str) -> bytes:
     """Return the chart as a PNG or SVG file, the same bytes each time."""
-    bars = [row for row in rows if row.chart]
     with rc_context({"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "front_chart"}):
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white", layout="constrained")
-        axes = figure.add_subplot()
-        drawn = axes.barh(range(len(bars)), [row.ppl for row in bars], 0.62, color=[row.colour for row in bars])
-        axes.bar_label(drawn, [shown(row.ppl) for row in bars], padding=4, fontsize=9, fontweight="bold")
-        axes.set_yticks(range(len(bars)), [row.chart + (f" ({RUNS[row.runs]})" if row.runs else "") for row in bars])
+        for axes, one in zip(figure.subplots(1, len(studies), sharey=True, squeeze=False)[0], studies, strict=True):
+            values = {"original": one.dense["ppl"]} | perplexities(one)
+            drawn = axes.barh(
+                range(len(LABELS)), [values[name] for name in LABELS], 0.62, color=[COLOURS[name] for name in LABELS]
+            )
+            axes.bar_label(drawn, [shown(values[name]) for name in LABELS], padding=3, fontsize=9, fontweight="bold")
+            axes.set_yticks(range(len(LABELS)), LABELS.values())
+            axes.margins(x=0.3)
+            axes.tick_params(axis="y", length=0)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(f"{one.title}\n{one.ratio:.0%} removed", fontsize=8, fontweight="bold")
         axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f"perplexity on WikiText-2: lower is better (random removal: {shown(rows[-1].ppl)})")
-        figure.suptitle("SmolLM2-135M with 20% of its parameters removed", fontsize=10, fontweight="bold")
+        figure.supxlabel("perplexity on WikiText-2: lower is better", fontsize=8)
         content = io.BytesIO()
         dateless = {"Software": None} if kind == "png" else {"Date": None}
-        figure.savefig(content, format=kind, metadata={"Description": table(rows), **dateless})
+        figure.savefig(content, format=kind, metadata={"Description": table(studies), **dateless})
     return content.getvalue()
 
 
@@ -134,11 +91,12 @@ def picture(text: str) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     parser = script_parser(__doc__)
-    path = ROOT / "docs" / "figures" / "front_chart.png"
+    path = STUDIES.parents[1] / "figures" / "front_chart.png"
     parser.add_argument("--output", type=picture, default=path, metavar="FILE", help="a .png or .svg file")
     args = parser.parse_args(argv)
-    atomic_write_bytes(args.output, chart(rows(), args.output.suffix[1:]))
-    print(table(rows()))
+    studies = read()
+    atomic_write_bytes(args.output, chart(studies, args.output.suffix[1:]))
+    print(table(studies))
     return 0
 
 

@@ -2,10 +2,9 @@
 
     python scripts/real_models.py               prints the tables of docs/studies/real_models.md
 
-searched.json, what the study of Gemma or Qwen has searched, is of the experiments study-MODEL-grid and -recommended, and
-judged_so_far.json of study-MODEL-judged:
+searched.json, what the study of Gemma or Qwen has searched, is of the experiments study-MODEL-grid and -recommended:
 
-    python scripts/quality_table.py EXPERIMENTS --reference CONFIGURATION --output searched.json        of SEARCHED or JUDGED
+    python scripts/quality_table.py EXPERIMENTS --reference CONFIGURATION --output searched.json                  of SEARCHED
 
 KL is to the original's predictions, in nats per token; right answers: log-probability that their right choice has lost, in nats.
 Regained: of what the best of the published grid has lost, by KL unless a rule is named. Errors are one standard error, paired over
@@ -19,9 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from front_chart import shown
+import pandas as pd
 from quality_table import MEASURES, share
-from script_tools import markdown_table, script_parser
+from script_tools import markdown_table, script_parser, shown
 
 STUDIES = Path(__file__).resolve().parents[1] / "docs" / "studies" / "real_models"
 TITLES = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}
@@ -30,8 +29,6 @@ STEPS = {"grid": "best of the published grid", "recommended": "recommended", "tr
 RANDOM = "random-s16-n128"
 # Models of which all that was searched is shown, and beside which configuration: that of their grid which is SmolLM2's best by KL.
 SEARCHED = {"gemma3-270m": "taylor-s256-n128", "qwen2.5-coder-1.5b": "taylor-s128-n128"}
-# Models of which not all is judged, and the best of their grids by KL.
-JUDGED = {"gemma3-270m": "layerwise-s64-n128", "qwen2.5-coder-1.5b": "layerwise-s128-n128"}
 REGAINED = [f"regained: {what}" for what in ("text", "questions", "right answers")]  # in the order of MEASURES
 MEASURED = ["configuration", "perplexity", "KL text", "KL questions", "right answers"]
 
@@ -43,6 +40,7 @@ class Study(NamedTuple):
 
     model: str
     title: str
+    ratio: float  # of all parameters, removed
     dense: dict[str, float]
     chosen: dict[str, dict[str, str]]  # configurations by step and rule
     beside: dict[str, list[Row]]  # rows by the rule whose best of the grid they stand beside; of other ratios, too
@@ -83,20 +81,9 @@ def regained(row: Row, reference: str) -> list[str]:
 
 
 def searched(model: str) -> str:
-    """Return what was searched of that model, on the items that choose."""
-    return by_distance(load(STUDIES / model / "searched.json"), SEARCHED[model])
-
-
-def judged_so_far(model: str) -> str:
-    """Return what has been judged of a model whose study is not finished; "" of others."""
-    path = STUDIES / model / "judged_so_far.json"
-    return by_distance(load(path), JUDGED[model]) if path.exists() else ""
-
-
-def by_distance(found: list[Row], reference: str) -> str:
-    """Return these rows, that of the lowest KL, mean of both, first."""
-    rows = sorted(found, key=lambda row: row["kl_text"] + row["kl_tasks"])
-    cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, reference)] for row in rows)
+    """Return what was searched of that model, on the items that choose; that of the lowest KL, mean of both, first."""
+    rows = sorted(load(STUDIES / model / "searched.json"), key=lambda row: row["kl_text"] + row["kl_tasks"])
+    cells = ([*measured(row), f"{row['accuracy']:.4f}", *regained(row, SEARCHED[model])] for row in rows)
     return markdown_table([*MEASURED, "accuracy", *REGAINED], cells)
 
 
@@ -106,6 +93,7 @@ def read() -> list[Study]:
         Study(
             model,
             title,
+            float(pd.read_csv(STUDIES / model / "judged.csv")["pruning_ratio"][0]),
             load(STUDIES / model / "dense.json"),
             load(STUDIES / model / "chosen.json"),
             {rule: load(STUDIES / model / f"regained_{rule}.json") for rule in RULES},
@@ -113,6 +101,23 @@ def read() -> list[Study]:
         for model, title in TITLES.items()
         if (STUDIES / model / "chosen.json").exists()
     ]
+
+
+def recommended(studies: list[Study]) -> str:
+    """Return what recommended, without and with training, regains beside the best of each model's grid by either rule."""
+    trained = [name.replace("regained", "trained") for name in REGAINED]
+    lines = []
+    for one in studies:
+        best = one.chosen["grid"]
+        for rule, title in RULES.items():
+            if rule != "kl" and best[rule] == best["kl"]:
+                continue
+            title = " and ".join(RULES.values()) if len(set(best.values())) == 1 else title
+            rows = (one.rows(rule)[one.chosen[step]["kl"]] for step in ("recommended", "trained"))
+            lines.append(
+                [one.title, title, f"`{best[rule]}`", *(share(row, each) for row in rows for each in MEASURES)]
+            )
+    return markdown_table(["model", "best of its grid by", "", *REGAINED, *trained], lines)
 
 
 def of_model(one: Study) -> str:
@@ -158,10 +163,10 @@ def main(argv: list[str] | None = None) -> int:
     script_parser(__doc__).parse_args(argv)
     studies = read()
     tables = [
+        recommended(studies),
+        transfer(studies),
         *(part(one) for one in studies for part in (of_model, of_ratios)),
         *map(searched, SEARCHED),
-        *map(judged_so_far, JUDGED),
-        transfer(studies),
     ]
     print("\n\n".join(filter(None, tables)))
     return 0

@@ -1,4 +1,4 @@
-"""Tools of all scripts: a parser that shows the script's docstring, and aligned tables."""
+"""Tools of all scripts: a parser that shows the script's docstring, and tables."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return rows under their head as a Markdown table."""
     first, *others = (f"| {' | '.join(cells).strip()} |" for cells in (head, *rows))
     return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+def shown(ppl: float) -> str:
+    """Return a perplexity as tables and charts say it."""
+    return f"{ppl:.1f}" if ppl < 1000 else f"{ppl:,.0f}"
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:

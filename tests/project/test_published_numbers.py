@@ -18,6 +18,7 @@ import arena
 import front_chart
 import pandas as pd
 import pytest
+import quality_page
 import real_models
 from PIL import Image
 from quality_table import MEASURES, markdown
@@ -75,15 +76,10 @@ def shares(row: dict[str, Any], error: bool = True) -> list[str]:
     return [share(row, measure, error) for measure in MEASURES]
 
 
-@shown_on("README.md")
-def other_ratios_in_readme() -> Iterator[str]:
-    ppl = [row_of("quality_ratios", f"{MIXED}-lora-e0.003", f"smollm2@{ratio}")["ppl"] for ratio in (0.1, 0.35, 0.5)]
-    yield "{:.1f} at 10%, {:.1f} at 35% and {:.1f} at 50%".format(*ppl)
-
-
 @shown_on("docs/questions.md")
 def perplexities_of_questions() -> Iterator[str]:
-    yield from other_ratios_in_readme()
+    ppl = [row_of("quality_ratios", f"{MIXED}-lora-e0.003", f"smollm2@{ratio}")["ppl"] for ratio in (0.1, 0.35, 0.5)]
+    yield "{:.1f} at 10%, {:.1f} at 35% and {:.1f} at 50%".format(*ppl)
     ppl = [record("smollm2-135m/dense")["ppl"], row_of("quality_grid", "taylor-s256-n128")["ppl"]]
     ppl += [row_of("quality_draws", PLAIN)["ppl"], row_of("quality_two_steps_trained", BEST)["ppl"]]
     yield from (f" | {value:.1f} |" for value in ppl)
@@ -195,26 +191,20 @@ def arena_of_peers() -> Iterator[str]:
 def recommended_of_real_models() -> Iterator[str]:
     for model, found in (("gemma3-270m", "gate_fisher-s128-n128-least_squares-t65536"),
                          ("qwen2.5-coder-1.5b", "layerwise-s128-n128-least_squares-t20480")):  # fmt: skip
-        rows = {row["configuration"]: row for row in record(f"real_models/{model}/judged_so_far")}
+        rows = {row["configuration"]: row for row in record(f"real_models/{model}/regained_kl")}
         yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(rows[found]))
-        if trained := rows.get(f"{found}-lora"):
-            yield "trained briefly {}%, {}% and {}%".format(*shares(trained))
+        yield "trained briefly {}%, {}% and {}%".format(*shares(rows[f"{found}-lora"]))
 
 
 @shown_on("docs/studies/real_models.md")
 def real_models_judged() -> Iterator[str]:
     studies = real_models.read()
+    yield real_models.recommended(studies)
+    yield real_models.transfer(studies)
     for one in studies:
         yield real_models.of_model(one)
         yield real_models.of_ratios(one)
-        best, trained = (one.rows("gold_logprob")[one.chosen[step]["kl"]] for step in ("recommended", "trained"))
-        yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(best))
-        yield "trained {}%, {}% and {}%".format(*shares(trained))
-        if theirs := one.rows("gold_logprob").get("layerwise-s32-n128"):  # which Qwen's grid chose
-            yield f"regains {share(theirs, 'gold_logprob_mean')}% of that one's right answers"
     yield from map(real_models.searched, real_models.SEARCHED)
-    yield from map(real_models.judged_so_far, real_models.JUDGED)
-    yield from (part for part in recommended_of_real_models() if part.startswith("regains"))
     for one in record("real_models/qwen2.5-coder-1.5b/measured_again").values():
         by = {name: value - one["recorded"][name] for name, value in one["measured"].items()}
         accuracy, earlier = (f"{one[kind]['acc_mean']:.4f}" for kind in ("measured", "recorded"))
@@ -313,13 +303,22 @@ def test_stages_of_the_h100_are_those_of_the_records() -> None:
 def test_the_chart_and_table_of_the_front_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert front_chart.main(["--output", str(tmp_path / "chart.png")]) == 0
     printed = capsys.readouterr().out.strip()
-    assert printed in source("README.md") and printed in source("docs/quality.md")
+    assert printed in source("README.md")
     with (
         Image.open(ROOT / "docs" / "figures" / "front_chart.png") as committed,
         Image.open(tmp_path / "chart.png") as drawn,
     ):
         assert committed.info["Description"] == drawn.info["Description"] == printed  # else draw it again
         assert committed.size == drawn.size
+    # By hand: the trials of a row, from their CSV file
+    trials = pd.read_csv(STUDIES / "real_models" / "smollm2" / "judged.csv").query("method in ('random', 'taylor')")
+    random, taylor = (geometric_mean(part.ppl) for _, part in trials.groupby("method"))
+    assert f"| SmolLM2-135M -20% | 22.5 | {random:,.0f} | {taylor:.1f} `taylor` |" in printed
+
+
+def test_the_first_table_of_recipes() -> None:
+    printed = quality_page.table()
+    assert printed in source("docs/quality.md")
     # By hand: the runs of a row, from the CSV file of its trials
     runs = pd.read_csv(STUDIES / "smollm2-135m" / "contenders.csv").query("method == 'taylor' and num_samples == 128")
     cells = f"{geometric_mean(runs.ppl):.1f} | {runs.kl_text.mean():.2f} | {runs.kl_tasks.mean():.2f} | {len(runs)} |"

@@ -25,7 +25,7 @@ def study(model: str, own: str, *others: tuple[str, float]) -> real_models.Study
     }
     judged += [row(model, name, 0.4) for name in ("new", "new-lora", real_models.RANDOM)]
     beside = {"kl": [*judged, ratio], "gold_logprob": judged}
-    return real_models.Study(model, model.upper(), {"ppl": 10.0, "acc_mean": 0.6}, chosen, beside)
+    return real_models.Study(model, model.upper(), 0.2, {"ppl": 10.0, "acc_mean": 0.6}, chosen, beside)
 
 
 def cells(table: str) -> list[list[str]]:

@@ -106,7 +106,7 @@ def test_the_commands_of_the_study(commands: Any, tmp_path: Path, data: Path) ->
     assert [(*space["method"], *space["seq_len"], *space["num_samples"]) for space in spaces] == [
         ("layerwise", 32, 256), ("taylor", 256, 128),  # by right answers and by KL
         ("gate_fisher", 128, 512), ("gate_fisher", 128, 512),
-        ("blockwise", 16, 128), ("random", 16, 128),
+        ("random", 16, 128), ("blockwise", 16, 128),
         ("taylor", 256, 128), ("gate_fisher", 128, 512),
     ]  # fmt: skip
     assert [space["recovery"] for space in spaces[2:4]] == [("none",), ("lora",)]
