@@ -17,18 +17,18 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from quality_table import share
-from real_models import RANDOM, STUDIES, Study, read
+from real_models import STUDIES, Study, read
 from script_tools import markdown_table, script_parser, shown
 
 from tune_prune.analysis.figures import BLUE, GREY, ORANGE, SKY
 from tune_prune.commands.flags import output_file
 from tune_prune.core.files import atomic_write_bytes
 
-STEPS = {"grid": "published grid's best", "recommended": "**recommended**", "trained": "and 100 training steps"}
+STEPS = {"grid": "published grid's best by KL", "recommended": "**recommended**", "trained": "trained, 100 steps"}
 MEASURES = {"kl_text": "undone on text", "kl_tasks": "on questions"}
 COLOURS = {"original": GREY, "trained": BLUE, "recommended": SKY, "grid": ORANGE}
 LABELS = {"original": "original", "trained": "recommended,\n100 training steps", "recommended": "recommended"}
-LABELS |= {"grid": "published grid's best"}
+LABELS |= {"grid": "published grid's\nbest by KL"}
 WIDTH, HEIGHT, DPI = 6.4, 2.5, 150  # 960 x 375 pixels
 
 
@@ -43,17 +43,12 @@ def method(one: Study, step: str) -> str:
 
 
 def table(studies: list[Study]) -> str:
-    head = ["Perplexity", "original", "random removal", *STEPS.values(), *MEASURES.values()]
+    head = ["Perplexity", "original", *STEPS.values(), *MEASURES.values()]
     lines = []
     for one in studies:
         ppl = {step: shown(value) for step, value in perplexities(one).items()}
         ppl |= {step: f"{ppl[step]} `{method(one, step)}`" for step in ("grid", "recommended")}
-        cells = [
-            f"{one.title} -{one.ratio:.0%}",
-            shown(one.dense["ppl"]),
-            shown(one.rows()[RANDOM]["ppl"]),
-            *ppl.values(),
-        ]
+        cells = [f"{one.title} -{one.ratio:.0%}", shown(one.dense["ppl"]), *ppl.values()]
         rows = [one.rows()[one.chosen[step]["kl"]] for step in ("recommended", "trained")]
         lines.append([*cells, *(" → ".join(share(row, measure) for row in rows) for measure in MEASURES)])
     return markdown_table(head, lines)

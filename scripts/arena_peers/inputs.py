@@ -54,8 +54,9 @@ def questions(tokenizer: PreTrainedTokenizerBase, folder: Path, limit: int) -> I
 
 
 def as_llama(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of Qwen2 as one of Llama's, the family that all peers know, with the same weights and logits: its biases
-    behind queries, keys and values are those of `attention_bias`, that behind the output is 0. Others as they are."""
+    """Return a model of Qwen2 as one of Llama's, the family that all peers know, with the same weights, to be saved (it has no
+    rotary buffers): its biases of queries, keys and values are those of `attention_bias`, that of the output is 0. Others as they
+    are."""
     if model.config.model_type != "qwen2":
         return model
     names = set(LlamaConfig().to_dict()) & set(model.config.to_dict()) - {"model_type", "architectures"}

@@ -95,19 +95,21 @@ def test_the_judge_finds_what_tune_prune_records(data: Path, tmp_path: Path) -> 
     assert mean == pytest.approx(measured.record.metrics["gold_logprob_mean"], rel=1e-4)
 
 
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen2"])
 def test_peers_get_the_windows_of_tune_prune_and_the_frequency_that_old_transformers_reads(
-    data: Path, tmp_path: Path
+    data: Path, tmp_path: Path, model: str
 ) -> None:
-    settings = {"model": "tiny-llama", "data_dir": str(data), "calibration": None, "folder": tmp_path / "dense"}
+    settings = {"model": model, "data_dir": str(data), "calibration": None, "folder": tmp_path / "dense"}
     settings |= {"samples": 4, "seq_len": 32, "seed": 0, "limit": 1, "perplexity_tokens": 300}
     inputs.write(Namespace(**settings))
     shared = torch.load(tmp_path / "dense" / "inputs.pt")
-    tokenizer = tune_prune.open("tiny-llama").tokenizer
+    tokenizer = tune_prune.open(model).tokenizer
     whole = tokenizer((data / "text" / "train.txt").read_text(), add_special_tokens=False)["input_ids"]
     pieces = {tuple(whole[start : start + 32]) for start in range(0, len(whole) - 31, 32)}
     assert len({tuple(window) for window in shared["windows"].tolist()} & pieces) == 4
     assert len(shared["text"]) == 300 and len(shared["questions"]) == 3
-    assert json.loads((tmp_path / "dense" / "config.json").read_text())["rope_theta"] == 10000.0
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert (config["rope_theta"], config["model_type"]) == (10000.0, "llama")
 
 
 def test_peers_get_a_model_of_qwen2_as_one_of_llama(tmp_path: Path) -> None:
@@ -201,7 +203,8 @@ def test_the_page_names_the_code_that_is_run() -> None:
 def test_rows_are_made_once(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A peer without code to fetch and a row of tune_prune, each made and judged in processes of their own; then again."""
     argv = ["--model", "tiny-llama", "--data-dir", str(data), "--work", str(tmp_path / "work"), "--limit", "2"]
-    argv += ["--output", str(tmp_path / "out"), "--samples", "4", "--seq-len", "32", "--only", "shortgpt,taylor"]
+    argv += ["--output", str(tmp_path / "out"), "--samples", "4", "--seq-len", "32", "--precision", "medium"]
+    argv += ["--only", "shortgpt,taylor"]
     assert arena.main(argv) == 0
     rows = arena.read(tmp_path / "out")
     assert list(rows) == ["dense", "taylor", "shortgpt"]
