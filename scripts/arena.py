@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=COUNT, default=100, metavar="N", help="items of each task (default: 100)")
     parser.add_argument(
         "--precision", choices=DTYPES, default="highest",
-        help="of products: medium takes a third of the time on a CPU with AMX (default: highest)",
+        help="of products: medium is faster on a CPU with AMX (default: highest)",
     )  # fmt: skip
     parser.add_argument("--perplexity-tokens", type=COUNT, default=16384, metavar="N", help="(default: 16384)")
     args = parser.parse_args(argv)

@@ -27,8 +27,12 @@ from tune_prune.core.files import atomic_write_bytes
 STEPS = {"grid": "published grid's best by KL", "recommended": "**recommended**", "trained": "trained, 100 steps"}
 MEASURES = {"kl_text": "undone on text", "kl_tasks": "on questions"}
 COLOURS = {"original": GREY, "trained": BLUE, "recommended": SKY, "grid": ORANGE}
-LABELS = {"original": "original", "trained": "recommended,\n100 training steps", "recommended": "recommended"}
-LABELS |= {"grid": "published grid's\nbest by KL"}
+LABELS = {
+    "original": "original",
+    "trained": "recommended,\n100 training steps",
+    "recommended": "recommended",
+    "grid": "published grid's\nbest by KL",
+}
 WIDTH, HEIGHT, DPI = 6.4, 2.5, 150  # 960 x 375 pixels
 
 

@@ -108,15 +108,13 @@ def recommended(studies: list[Study]) -> str:
     trained = [name.replace("regained", "trained") for name in REGAINED]
     lines = []
     for one in studies:
-        best = one.chosen["grid"]
-        for rule, title in RULES.items():
-            if rule != "kl" and best[rule] == best["kl"]:
-                continue
-            title = " and ".join(RULES.values()) if len(set(best.values())) == 1 else title
-            rows = (one.rows(rule)[one.chosen[step]["kl"]] for step in ("recommended", "trained"))
-            lines.append(
-                [one.title, title, f"`{best[rule]}`", *(share(row, each) for row in rows for each in MEASURES)]
-            )
+        rules: dict[str, list[str]] = {}
+        for rule in RULES:
+            rules.setdefault(one.chosen["grid"][rule], []).append(rule)
+        for name, chosen_by in rules.items():
+            rows = (one.rows(chosen_by[0])[one.chosen[step]["kl"]] for step in ("recommended", "trained"))
+            shares = (share(row, measure) for row in rows for measure in MEASURES)
+            lines.append([one.title, " and ".join(RULES[rule] for rule in chosen_by), f"`{name}`", *shares])
     return markdown_table(["model", "best of its grid by", "", *REGAINED, *trained], lines)
 
 
