@@ -11,7 +11,8 @@ The judge is plain torch: perplexity; KL to the dense model on the first 1,024 t
 over its tokens, and share of right answers, of the first items of ARC-Easy, PIQA and HellaSwag. CPU seconds and peak memory are of
 the whole process that makes a model, from import to saved file.
 
-A row is a file of --output, and is never measured again. For models of the families of Llama and Qwen2 with rotary embeddings of
+In brackets the table says how much more than by gate_fisher with least_squares (paired, one standard error). A row is a file of
+--output, and is never measured again. For models of the families of Llama and Qwen2 with rotary embeddings of
 one frequency; Qwen2's are handed over as models of Llama with biases.
 """
 
@@ -95,6 +96,7 @@ ROWS = {
     "shortgpt_more": Row("ShortGPT, a layer more", PLAIN, "shortgpt", {"more": True}),
     "slicegpt": Row("SliceGPT", PICKLE, "sliced", {}, SLICEGPT),
 }
+FIRST = "gate_fisher_refit"  # beside which all others are shown
 # Of tune_prune, by the precision of peers' float32 products: "medium" rounds what is multiplied to bfloat16, where a CPU has AMX
 DTYPES = {"highest": "float32", "medium": "bfloat16"}
 SETTINGS = ("model", "ratio", "samples", "seq_len", "seed", "limit", "perplexity_tokens", "precision")
@@ -210,15 +212,18 @@ def paired(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[
     return {"kl": of_blocks([a - b for a, b in zip(row["kl"], other["kl"], strict=True)]), "gold": gold}
 
 
-def cells(row: Mapping[str, Any], dense: Mapping[str, Any]) -> list[str]:
-    """Return a row of the table, as the page has it."""
+def cells(row: Mapping[str, Any], dense: Mapping[str, Any], first: Mapping[str, Any] | None) -> list[str]:
+    """Return a row of the table, as the page has it; with `first`, how much more than in that row."""
     cost = [f"{row['cpu_s']:.0f}", f"{row['peak_gib']:.1f}"] if "cpu_s" in row else ["", ""]
+    more = {"kl": "", "gold": ""}
+    if first is not None and "cpu_s" in row and row["row"] != first["row"]:
+        more = {name: f" ({mean:+.2f} ± {error:.2f})" for name, (mean, error) in paired(row, first).items()}
     return [
         row["title"],
         f"{row['parameters'] / dense['parameters']:.2%}",
         f"{row['ppl']:.2f}",
-        f"{fmean(row['kl']):.3f}",
-        f"{of_tasks(row, row['gold'])[0]:.2f}",
+        f"{fmean(row['kl']):.3f}{more['kl']}",
+        f"{of_tasks(row, row['gold'])[0]:.2f}{more['gold']}",
         f"{of_tasks(row, row['right'])[0]:.3f}",
         *cost,
         row["loads_in"],
@@ -231,6 +236,12 @@ HEAD = ["", "left", "perplexity", "KL text", "right answers, nats", "accuracy", 
 def read(output: Path) -> dict[str, dict[str, Any]]:
     """Return the rows that a folder has, in the order of `ROWS`."""
     return {name: parse_json(output / f"{name}.json") for name in ROWS if (output / f"{name}.json").is_file()}
+
+
+def lines(output: Path) -> list[list[str]]:
+    """Return the table of a folder's rows without its head."""
+    rows = read(output)
+    return [cells(row, rows["dense"], rows.get(FIRST)) for row in rows.values()]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -249,8 +260,7 @@ def run(args: argparse.Namespace) -> None:
         if not file.is_file():
             print(f"{ROWS[name].title} ...", flush=True)
             atomic_write_text(file, to_json({"machine": machine(), **measure(args, name)}))
-    rows = read(args.output)
-    print(f"\n{table([HEAD, *(cells(row, rows['dense']) for row in rows.values())])}")
+    print(f"\n{table([HEAD, *lines(args.output)])}")
 
 
 def main(argv: list[str] | None = None) -> int:

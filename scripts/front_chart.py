@@ -1,31 +1,30 @@
-"""README's chart and table, from committed results alone: real models, pruned by the best of the published grid and as recommended.
+"""Charts of real models, and README's table, from committed results alone (docs/studies/real_models), of what had chosen nothing.
 
-    python scripts/front_chart.py                      prints the table, draws docs/figures/front_chart.png
-    python scripts/front_chart.py --output chart.svg
+    python scripts/front_chart.py                      prints the table, draws both charts into docs/figures
 
-Every number is of docs/studies/real_models, of what judged and had chosen nothing. The picture says in its metadata which table it
-was drawn with.
+front_chart.png: perplexity by the best of the published grid and as recommended. transfer.png: how much more each model loses by
+the best of another's grid. A picture says in its metadata which table it was drawn with.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from quality_table import share
-from real_models import STUDIES, Study, read
+from matplotlib.ticker import MultipleLocator
+from quality_table import MEASURES, share
+from real_models import STUDIES, Study, read, transfer
 from script_tools import markdown_table, script_parser, shown
 
 from tune_prune.analysis.figures import BLUE, GREY, ORANGE, SKY
-from tune_prune.commands.flags import output_file
 from tune_prune.core.files import atomic_write_bytes
 
 STEPS = {"grid": "published grid's best by KL", "recommended": "**recommended**", "trained": "trained, 100 steps"}
-MEASURES = {"kl_text": "undone on text", "kl_tasks": "on questions"}
+UNDONE = {"kl_text": "undone on text", "kl_tasks": "on questions"}
 COLOURS = {"original": GREY, "trained": BLUE, "recommended": SKY, "grid": ORANGE}
 LABELS = {
     "original": "original",
@@ -33,7 +32,8 @@ LABELS = {
     "recommended": "recommended",
     "grid": "published grid's\nbest by KL",
 }
-WIDTH, HEIGHT, DPI = 6.4, 2.5, 150  # 960 x 375 pixels
+TITLES = ("KL on text", "KL on questions", "right answers")  # in the order of MEASURES
+WIDTH, DPI = 6.4, 150  # 960 pixels
 
 
 def perplexities(one: Study) -> dict[str, float]:
@@ -47,54 +47,76 @@ def method(one: Study, step: str) -> str:
 
 
 def table(studies: list[Study]) -> str:
-    head = ["Perplexity", "original", *STEPS.values(), *MEASURES.values()]
+    head = ["Perplexity", "original", *STEPS.values(), *UNDONE.values()]
     lines = []
     for one in studies:
         ppl = {step: shown(value) for step, value in perplexities(one).items()}
         ppl |= {step: f"{ppl[step]} `{method(one, step)}`" for step in ("grid", "recommended")}
         cells = [f"{one.title} -{one.ratio:.0%}", shown(one.dense["ppl"]), *ppl.values()]
         rows = [one.rows()[one.chosen[step]["kl"]] for step in ("recommended", "trained")]
-        lines.append([*cells, *(" → ".join(share(row, measure) for row in rows) for measure in MEASURES)])
+        lines.append([*cells, *(" → ".join(share(row, measure) for row in rows) for measure in UNDONE)])
     return markdown_table(head, lines)
 
 
-def chart(studies: list[Study], kind: str) -> bytes:
-    """Return the chart as a PNG or SVG file, the same bytes each time."""
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "front_chart"}):
-        figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white", layout="constrained")
-        for axes, one in zip(figure.subplots(1, len(studies), sharey=True, squeeze=False)[0], studies, strict=True):
-            values = {"original": one.dense["ppl"]} | perplexities(one)
-            drawn = axes.barh(
-                range(len(LABELS)), [values[name] for name in LABELS], 0.62, color=[COLOURS[name] for name in LABELS]
-            )
-            axes.bar_label(drawn, [shown(values[name]) for name in LABELS], padding=3, fontsize=9, fontweight="bold")
-            axes.set_yticks(range(len(LABELS)), LABELS.values())
-            axes.margins(x=0.3)
-            axes.tick_params(axis="y", length=0)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.set_title(f"{one.title}\n{one.ratio:.0%} removed", fontsize=8, fontweight="bold")
-        axes.invert_yaxis()
-        figure.supxlabel("perplexity on WikiText-2: lower is better", fontsize=8)
-        content = io.BytesIO()
-        dateless = {"Software": None} if kind == "png" else {"Date": None}
-        figure.savefig(content, format=kind, metadata={"Description": table(studies), **dateless})
+def chart(studies: list[Study]) -> Figure:
+    """Draw the perplexity of each model, one panel for each."""
+    figure = Figure(figsize=(WIDTH, 2.5), dpi=DPI, facecolor="white", layout="constrained")
+    for axes, one in zip(figure.subplots(1, len(studies), sharey=True, squeeze=False)[0], studies, strict=True):
+        values = {"original": one.dense["ppl"]} | perplexities(one)
+        drawn = axes.barh(
+            range(len(LABELS)), [values[name] for name in LABELS], 0.62, color=[COLOURS[name] for name in LABELS]
+        )
+        axes.bar_label(drawn, [shown(values[name]) for name in LABELS], padding=3, fontsize=9, fontweight="bold")
+        axes.set_yticks(range(len(LABELS)), LABELS.values())
+        axes.margins(x=0.3)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{one.title}\n{one.ratio:.0%} removed", fontsize=8, fontweight="bold")
+    axes.invert_yaxis()
+    figure.supxlabel("perplexity on WikiText-2: lower is better", fontsize=8)
+    return figure
+
+
+def transfer_chart(studies: list[Study]) -> Figure:
+    """Draw how much more each model loses by the best of another's grid than by that of its own, chosen by KL: with two standard
+    errors, blue where these include 0; one panel for each measure."""
+    pairs = [(one, other, other.chosen["grid"]["kl"]) for one in studies for other in studies if one is not other]
+    rows = [(one.rows()[name], f"{one.title}\nby {other.title}'s, {name}") for one, other, name in pairs]
+    figure = Figure(figsize=(WIDTH, 3), dpi=DPI, facecolor="white", layout="constrained")
+    for axes, measure, title in zip(figure.subplots(1, 3, sharex=True, sharey=True), MEASURES, TITLES, strict=True):
+        axes.axvline(0, color=GREY, linewidth=0.8)
+        for place, (row, _) in enumerate(rows):
+            lost, error = -100 * row[f"{measure}_regained"], 200 * row[f"{measure}_stderr"]
+            colour = BLUE if abs(lost) <= error else ORANGE
+            axes.errorbar(lost, place, xerr=error, fmt="o", markersize=4, capsize=2, color=colour)
+        axes.set_yticks(range(len(rows)), [label for _, label in rows], fontsize=7)
+        axes.tick_params(axis="y", length=0)
+        axes.xaxis.set_major_locator(MultipleLocator(50))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.0f}" if x else "0")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(title, fontsize=8, fontweight="bold")
+    axes.invert_yaxis()
+    figure.supxlabel("more lost than by the best of its own grid, in %; bars: two standard errors", fontsize=8)
+    return figure
+
+
+def png(draw: Callable[[list[Study]], Figure], studies: list[Study], described: str) -> bytes:
+    """Return a chart as a PNG file, the same bytes each time, with the table that it shows in its metadata."""
+    content = io.BytesIO()
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 8}):
+        draw(studies).savefig(content, format="png", metadata={"Description": described, "Software": None})
     return content.getvalue()
-
-
-def picture(text: str) -> Path:
-    path = output_file(text)
-    if path.suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{text} is no picture; give a name that ends in .png or .svg")
-    return path
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = script_parser(__doc__)
-    path = STUDIES.parents[1] / "figures" / "front_chart.png"
-    parser.add_argument("--output", type=picture, default=path, metavar="FILE", help="a .png or .svg file")
+    figures = STUDIES.parents[1] / "figures"
+    parser.add_argument("--output", type=Path, default=figures, metavar="DIR", help="(default: docs/figures)")
     args = parser.parse_args(argv)
     studies = read()
-    atomic_write_bytes(args.output, chart(studies, args.output.suffix[1:]))
+    args.output.mkdir(parents=True, exist_ok=True)
+    atomic_write_bytes(args.output / "front_chart.png", png(chart, studies, table(studies)))
+    atomic_write_bytes(args.output / "transfer.png", png(transfer_chart, studies, transfer(studies)))
     print(table(studies))
     return 0
 

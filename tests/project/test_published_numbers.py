@@ -22,6 +22,7 @@ import quality_page
 import real_models
 from PIL import Image
 from quality_table import MEASURES, markdown
+from script_tools import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = ROOT / "docs" / "studies"
@@ -182,25 +183,35 @@ def quantised_files() -> Iterator[str]:
 
 @shown_on("docs/studies/arena.md")
 def arena_of_peers() -> Iterator[str]:
-    rows = arena.read(STUDIES / "arena")
-    for row in rows.values():
-        yield f"| {' | '.join(arena.cells(row, rows['dense']))} |"
+    for folder in ("arena",):
+        yield markdown_table(arena.HEAD, arena.lines(STUDIES / folder))
 
 
 @shown_on("docs/quality.md")
 def recommended_of_real_models() -> Iterator[str]:
+    studies = {one.model: one for one in real_models.read()}
     for model, found in (("gemma3-270m", "gate_fisher-s128-n128-least_squares-t65536"),
                          ("qwen2.5-coder-1.5b", "layerwise-s128-n128-least_squares-t20480")):  # fmt: skip
-        rows = {row["configuration"]: row for row in record(f"real_models/{model}/regained_kl")}
+        rows = studies[model].rows()
         yield "regains {}% on text, {}% on questions and {}% of right answers".format(*shares(rows[found]))
         yield "trained briefly {}%, {}% and {}%".format(*shares(rows[f"{found}-lora"]))
     yield from points_of_the_repair_of_qwen()
+    yield from qwen_by_the_best_of_smollm2()
+
+
+def qwen_by_the_best_of_smollm2() -> Iterator[str]:
+    row = next(row for row in record("real_models/qwen2.5-coder-1.5b/regained_kl") if "taylor" in row["configuration"])
+    more = {measure: share(row, measure).removeprefix("-") for measure in MEASURES}
+    yield f"{more['kl_tasks']}% more on questions and {more['gold_logprob_mean']}% more of right answers than by its own best"
 
 
 @shown_on("README.md")
 def points_of_the_repair_of_qwen() -> Iterator[str]:
-    repair, _ = (row for _, row in pd.read_csv(STUDIES / "real_models/qwen2.5-coder-1.5b/changes.csv").iterrows())
-    yield f"{-repair.gain:.1f} ± {repair.gain_stderr:.1f} points"
+    changes = pd.read_csv(STUDIES / "real_models/qwen2.5-coder-1.5b/changes.csv").query("kind == 'refit'")
+    for name, row in changes.set_index("model").iterrows():
+        if f"{name}".endswith("@0.2"):
+            yield f"{-row.gain:.1f} ± {row.gain_stderr:.1f} points"
+
 
 
 @shown_on("docs/studies/real_models.md")
@@ -208,6 +219,7 @@ def real_models_judged() -> Iterator[str]:
     studies = real_models.read()
     yield real_models.recommended(studies)
     yield from points_of_the_repair_of_qwen()
+    yield from qwen_by_the_best_of_smollm2()
     for one in studies:  # by hand: its best by right answers
         found = {row["configuration"]: row for row in one.beside["gold_logprob"]}
         cells = [f"{part}%" for step in ("recommended", "trained") for part in shares(found[one.chosen[step]["kl"]])]
@@ -312,16 +324,15 @@ def test_stages_of_the_h100_are_those_of_the_records() -> None:
     }
 
 
-def test_the_chart_and_table_of_the_front_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_chart.main(["--output", str(tmp_path / "chart.png")]) == 0
+def test_the_charts_and_table_of_real_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_chart.main(["--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.strip()
     assert printed in source("README.md")
-    with (
-        Image.open(ROOT / "docs" / "figures" / "front_chart.png") as committed,
-        Image.open(tmp_path / "chart.png") as drawn,
-    ):
-        assert committed.info["Description"] == drawn.info["Description"] == printed  # else draw it again
-        assert committed.size == drawn.size
+    for name, shown in (("front_chart", printed), ("transfer", real_models.transfer(real_models.read()))):
+        picture = f"{name}.png"
+        with Image.open(ROOT / "docs" / "figures" / picture) as committed, Image.open(tmp_path / picture) as drawn:
+            assert committed.info["Description"] == drawn.info["Description"] == shown  # else draw it again
+            assert committed.size == drawn.size
     # By hand: the trials of a row, from their CSV file
     studies = STUDIES / "real_models"
     trials = {name: pd.read_csv(studies / name / "judged.csv") for name in real_models.TITLES}

@@ -16,7 +16,7 @@ from tune_prune import embedded
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 # Their --output is a folder, which they make.
-INTO_A_FOLDER = ("arena", "make_random_model", "quality_study", "study")
+INTO_A_FOLDER = ("arena", "front_chart", "make_random_model", "quality_study", "study")
 
 
 def writers() -> list[str]:
