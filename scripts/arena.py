@@ -11,8 +11,8 @@ The judge is plain torch: perplexity; KL to the dense model on the first 1,024 t
 over its tokens, and share of right answers, of the first items of ARC-Easy, PIQA and HellaSwag. CPU seconds and peak memory are of
 the whole process that makes a model, from import to saved file.
 
-In brackets the table says how much more than by gate_fisher with least_squares (paired, one standard error). A row is a file of
---output, and is never measured again. For models of the families of Llama and Qwen2 with rotary embeddings of
+In brackets the table has the difference from gate_fisher with least_squares (paired, one standard error), where that row is there.
+A row is a file of --output, and is never measured again. For models of the families of Llama and Qwen2 with rotary embeddings of
 one frequency; Qwen2's are handed over as models of Llama with biases.
 """
 
@@ -213,7 +213,7 @@ def paired(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def cells(row: Mapping[str, Any], dense: Mapping[str, Any], first: Mapping[str, Any] | None) -> list[str]:
-    """Return a row of the table, as the page has it; with `first`, how much more than in that row."""
+    """Return a row of the table, as the page has it; with `first`, the difference from that row."""
     cost = [f"{row['cpu_s']:.0f}", f"{row['peak_gib']:.1f}"] if "cpu_s" in row else ["", ""]
     more = {"kl": "", "gold": ""}
     if first is not None and "cpu_s" in row and row["row"] != first["row"]:

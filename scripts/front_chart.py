@@ -79,7 +79,7 @@ def chart(studies: list[Study]) -> Figure:
 
 def transfer_chart(studies: list[Study]) -> Figure:
     """Draw how much more each model loses by the best of another's grid than by that of its own, chosen by KL: with two standard
-    errors, blue where these include 0; one panel for each measure."""
+    errors, blue where these include 0, else orange; one panel for each measure."""
     pairs = [(one, other, other.chosen["grid"]["kl"]) for one in studies for other in studies if one is not other]
     rows = [(one.rows()[name], f"{one.title}\nby {other.title}'s, {name}") for one, other, name in pairs]
     figure = Figure(figsize=(WIDTH, 3), dpi=DPI, facecolor="white", layout="constrained")
@@ -96,7 +96,11 @@ def transfer_chart(studies: list[Study]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(title, fontsize=8, fontweight="bold")
     axes.invert_yaxis()
-    figure.supxlabel("more lost than by the best of its own grid, in %; bars: two standard errors", fontsize=8)
+    figure.supxlabel(
+        "more lost than by the best of its own grid by KL, in % (below 0: less)\n"
+        "bars: two standard errors, orange where clear of 0",
+        fontsize=8,
+    )
     return figure
 
 

@@ -184,7 +184,9 @@ def quantised_files() -> Iterator[str]:
 @shown_on("docs/studies/arena.md")
 def arena_of_peers() -> Iterator[str]:
     for folder in ("arena",):
-        yield markdown_table(arena.HEAD, arena.lines(STUDIES / folder))
+        rows = arena.lines(STUDIES / folder)
+        assert rows
+        yield markdown_table(arena.HEAD, rows)
 
 
 @shown_on("docs/quality.md")
@@ -200,18 +202,24 @@ def recommended_of_real_models() -> Iterator[str]:
 
 
 def qwen_by_the_best_of_smollm2() -> Iterator[str]:
-    row = next(row for row in record("real_models/qwen2.5-coder-1.5b/regained_kl") if "taylor" in row["configuration"])
-    more = {measure: share(row, measure).removeprefix("-") for measure in MEASURES}
-    yield f"{more['kl_tasks']}% more on questions and {more['gold_logprob_mean']}% more of right answers than by its own best"
+    studies = {one.model: one for one in real_models.read()}
+    row = studies["qwen2.5-coder-1.5b"].rows()[studies["smollm2"].chosen["grid"]["kl"]]
+    assert row["kl_tasks_regained"] < 0 and row["gold_logprob_mean_regained"] < 0
+    questions, answers = (share(row, measure).removeprefix("-") for measure in ("kl_tasks", "gold_logprob_mean"))
+    yield f"{questions}% more KL on questions than by its own best"
+    yield f"its right answers lose {answers}% more log-probability"
+
+
+def repairs_of_qwen() -> dict[str, str]:
+    """Return by ratio how many points of accuracy the repair costs."""
+    changes = pd.read_csv(STUDIES / "real_models/qwen2.5-coder-1.5b/changes.csv").query("kind == 'refit'")
+    rows = (row for _, row in changes.iterrows())
+    return {row["model"].rpartition("@")[2]: f"{-row['gain']:.1f} ± {row['gain_stderr']:.1f}" for row in rows}
 
 
 @shown_on("README.md")
 def points_of_the_repair_of_qwen() -> Iterator[str]:
-    changes = pd.read_csv(STUDIES / "real_models/qwen2.5-coder-1.5b/changes.csv").query("kind == 'refit'")
-    for name, row in changes.set_index("model").iterrows():
-        if f"{name}".endswith("@0.2"):
-            yield f"{-row.gain:.1f} ± {row.gain_stderr:.1f} points"
-
+    yield f"{repairs_of_qwen()['0.2']} points"
 
 
 @shown_on("docs/studies/real_models.md")
@@ -220,6 +228,10 @@ def real_models_judged() -> Iterator[str]:
     yield real_models.recommended(studies)
     yield from points_of_the_repair_of_qwen()
     yield from qwen_by_the_best_of_smollm2()
+    repairs = repairs_of_qwen()
+    yield f"(by {repairs['0.1']} and {repairs['0.3']} points)"
+    gemma, qwen = (share(studies[0].rows()[one.chosen["grid"]["kl"]], "kl_text") for one in studies[1:])
+    yield f"has {gemma.removeprefix('-')}% or {qwen.removeprefix('-')}% more KL on text"
     for one in studies:  # by hand: its best by right answers
         found = {row["configuration"]: row for row in one.beside["gold_logprob"]}
         cells = [f"{part}%" for step in ("recommended", "trained") for part in shares(found[one.chosen[step]["kl"]])]
