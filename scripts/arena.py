@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         if row.flags:
             lengths = ("--seq-len", str(args.seq_len), "--num-samples", str(args.samples), "--seed", str(args.seed))
             command = [sys.executable, "-m", "tune_prune", "prune", "--model", str(dense), "--output", str(made)]
-            command += ["--pruning-ratio", str(args.ratio), "--dtype", DTYPES[args.precision]]
+            command += ["--pruning-ratio", str(args.ratio), "--dtype", DTYPES[args.precision], "--shape", "free"]
             command += [
                 "--data-dir",
                 args.data_dir,
