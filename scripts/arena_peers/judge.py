@@ -15,13 +15,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from arena_peers.precision import multiply_in
 from arena_peers.scoring import Question, log_probabilities, score
 
 KL_TOKENS = 1024
 
 
 def main(model_folder: str, dense_folder: str, output: str, precision: str) -> None:
-    torch.set_float32_matmul_precision(precision)
+    multiply_in(precision)
     folder, dense = Path(model_folder), Path(dense_folder)
     if (folder / "model.pt").is_file():
         model = torch.load(folder / "model.pt", weights_only=False)

@@ -1,5 +1,5 @@
 """Makes and saves the model of a peer, in its environment: `python -m arena_peers.make MODULE DENSE RATIO OPTIONS TARGET
-PRECISION`, the last that of torch.set_float32_matmul_precision.
+PRECISION`, the last as precision.py takes it.
 
 MODULE.prune(model, windows, ratio, **OPTIONS) returns the pruned model; OPTIONS is JSON. It is pickled, as peers do, unless the
 module says that it is PLAIN: then it is saved as a checkpoint of transformers.
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from arena_peers.precision import multiply_in
+
 BATCH = 8  # windows
 
 
@@ -30,7 +32,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def main(module: str, dense: str, ratio: str, options: str, target: str, precision: str) -> None:
-    torch.set_float32_matmul_precision(precision)
+    multiply_in(precision)
     # With sdpa, LLM-Pruner leaves 8 query heads for 2 KV heads; FLAP wants the mask that eager attention is given.
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(dense, attn_implementation="eager")
     model = model.float()  # transformers: from_pretrained returns it in eval mode

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from arena_peers import inputs, scoring, shortgpt
+from arena_peers.precision import multiply_in
 from scipy import stats
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tune_prune
 from tune_prune import embedded
@@ -123,6 +125,18 @@ def test_peers_get_a_model_of_qwen2_as_one_of_llama(tmp_path: Path) -> None:
     torch.testing.assert_close(llama(tokens).logits, model(tokens).logits)
     biases = sum(layer.self_attn.o_proj.bias.numel() for layer in llama.model.layers)
     assert llama.num_parameters() - biases == model.num_parameters()
+
+
+def test_rotary_angles_are_exact_at_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", lambda _: torch.get_float32_matmul_precision())
+    before = torch.get_float32_matmul_precision()
+    try:
+        multiply_in("medium")
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert LlamaRotaryEmbedding.forward(None) == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_the_layers_that_change_nothing_go_first() -> None:

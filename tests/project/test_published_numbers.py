@@ -183,10 +183,7 @@ def quantised_files() -> Iterator[str]:
 
 @shown_on("docs/studies/arena.md")
 def arena_of_peers() -> Iterator[str]:
-    for folder in ("arena", "arena/qwen2.5-coder-1.5b"):
-        rows = arena.lines(STUDIES / folder)
-        assert rows
-        yield markdown_table(arena.HEAD, rows)
+    yield markdown_table(arena.HEAD, arena.lines(STUDIES / "arena"))
 
 
 @shown_on("docs/quality.md")
